@@ -99,7 +99,7 @@ def test_fault_30_a_killed_run_resumes_exactly(run: str, tmp_path: Path) -> None
     assert kept == [checkpoint_path(first.folder, 5), left]
     second = launch(plan, resumed_then_straight, name="again", folder=tmp_path)
     assert second.wait() == "finished", second.error
-    assert f"resumed from {left}: 10 steps are done" in second.logs(0)
+    assert f"resumed from {left}: 10 steps done" in second.logs(0)
     lines = [select_metrics([line for line in second.metrics() if line["rank"] == rank]) for rank in (0, 1)]
     assert lines[0] == lines[1]
     resumed, straight = lines[0][:10], lines[0][10:]

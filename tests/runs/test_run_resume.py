@@ -46,7 +46,7 @@ def test_a_saved_and_stopped_run_is_resumed_to_the_step_it_was_launched_for(tmp_
     assert read_steps(again) == list(range(len(done), 300)), (
         "it does not continue where the first one stopped"
     )
-    assert "steps are done" in again.logs(0)
+    assert "steps done" in again.logs(0)
 
     assert "finished" in str(why_not_resumable(again))
     with pytest.raises(ValueError, match="larger num_steps"):

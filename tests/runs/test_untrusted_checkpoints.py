@@ -63,7 +63,7 @@ def test_fault_50_a_copied_run_with_malicious_metadata_is_not_resumed(tmp_path: 
         second = launch(plan, task, name="exp", folder=runs)
     assert second.wait() == "finished", second.error
     log = second.logs(0)
-    assert f"resumed from {checkpoint_path(first.folder, 2)}: 2 steps are done" in log
+    assert f"resumed from {checkpoint_path(first.folder, 2)}: 2 steps done" in log
     assert f"not used: {evil}" in log
 
     # Without a checkpoint of the user's own none is taken, and no run starts anew without a word.

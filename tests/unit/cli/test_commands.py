@@ -102,6 +102,7 @@ def test_plan_prints_what_the_library_predicts(tmp_path: Path) -> None:
     )
     assert ss.Plan.from_json((tmp_path / "plan.json").read_text()) == plan
     assert plan.memory().verdict in shown and f"{plan.step().seconds:.3g} s" in shown
+    assert f"MFU {100 * plan.step().mfu:.0f} %" in shown
     # A stored plan, changed, and read from standard input.
     read = run_json(tmp_path, "plan", "plan.json", "--cluster", "2x8xh100-sxm-80gb", "--layout", "fsdp2")
     larger = ss.Plan(plan.architecture, ss.Cluster.parse("2x8xh100-sxm-80gb"), plan.recipe, ss.Layout.fsdp2())
@@ -130,6 +131,7 @@ def test_search_ranks_plans_and_writes_the_best(tmp_path: Path) -> None:
     shown = run(tmp_path, *arguments, *recipe)
     assert_fits_in_80_columns(shown)
     assert f"{ranking.num_feasible:,} of {ranking.num_evaluated:,} plans fit" in shown
+    assert "within 1 % of the fastest by fewest settings, the others by speed" in shown
 
 
 @pytest.mark.parametrize("limit", ["0", "-3", "many"])

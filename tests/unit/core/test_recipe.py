@@ -88,7 +88,15 @@ def test_the_suggested_fix_of_a_number_is_valid(field: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "near"),
-    [("8", "8"), ("8k", "8192"), (7.6, "8"), (-1, "1"), (10**9, str(2**24)), (math.inf, str(2**24))],
+    [
+        ("8", "8"),
+        ("8k", "8192"),
+        (7.6, "8"),
+        (-1, "1"),
+        (10**9, str(2**24)),
+        (math.inf, str(2**24)),
+        ("many", "4096"),
+    ],
 )
 def test_the_suggested_fix_is_the_nearest_number(value: Any, near: str) -> None:
     assert catch_error("seq_len", value).fix == near

@@ -70,6 +70,7 @@ def test_the_plan_is_near_the_fastest_with_the_fewest_changes() -> None:
         == ("full", "adamw", "bf16-mixed")
         and is_trained(step.plan)
     ]
+    assert str(fit).startswith("micro batch size 2 → 1: ") and "GiB less, a step is" in str(fit)
     assert fit.plan.step().seconds <= NEAR * min(step.plan.step().seconds for step in same)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -468,6 +469,12 @@ def test_a_gpu_that_is_nearly_full() -> None:
     assert find_by_name(make_plan("gpt2", seq_len=1024), name) is None
     full = make_plan(micro_batch_size=2)
     assert not full.memory().fits and find_by_name(full, name) is None, "what does not fit is said as such"
+
+
+def test_a_shortage_that_no_single_change_ends_names_the_function_that_combines_changes() -> None:
+    finding = find_only(make_plan("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory")
+    function, module = finding.change.rpartition("by ")[2].split("(plan) of ")
+    assert finding.plan is None and callable(getattr(import_module(module), function))
 
 
 @thorough()

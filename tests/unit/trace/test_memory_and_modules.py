@@ -114,10 +114,17 @@ def test_modules_of_cpu_ranks_have_their_operators(tmp_path: Path) -> None:
     assert (row["module"], row["num_calls"], to_ns(row["forward_seconds"])) == ("Linear_0", 1, 80)
 
 
-@pytest.mark.parametrize("name", ["memory", "modules"])
-def test_without_such_records_the_tables_are_empty(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("memory", "profile_memory=True"), ("modules", "with_stack=True"), ("launches", "no GPU work")],
+)
+def test_without_such_records_the_tables_are_empty_and_say_why(
+    tmp_path: Path, name: str, reason: str
+) -> None:
     table = getattr(load_ranks(tmp_path, {0: [operator(0, 10), kernel(0, 5)]}), name)()
     assert len(table) == 0 and "rank" in table.to_frame().columns
+    assert repr(table).startswith("no rows: the trace has ") and reason in repr(table)
+    assert repr(table) in table._repr_html_()
 
 
 def test_recorded_stacks_have_modules() -> None:

@@ -102,6 +102,7 @@ def test_few_examples_are_read_more_often() -> None:
     # 86 and 60 rows in batches of 4, then rows for more steps than usual.
     assert [recommend_epochs(steps).value for steps in (21.5, 15, 1, 0.1)] == [10, 14, 15, 15]
     assert "three passes would be 65 steps, 10 are 215" in recommend_epochs(21.5).why
+    assert "three passes would be 1 step, 15 are 2" in recommend_epochs(0.1).why
     for steps in (None, 67, 10_000):
         assert recommend_epochs(steps).value == 3 and "Three passes" in recommend_epochs(steps).why
 

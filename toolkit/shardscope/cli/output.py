@@ -13,7 +13,7 @@ from pathlib import Path
 
 WIDTH = 80
 MIN_WIDTH = 8
-"""Smallest width of a wrapped column."""
+"""Smallest width of a wrapped column; it is at least as wide as the first word of each cell."""
 
 
 def print_json(value: object) -> None:
@@ -57,20 +57,29 @@ def print_fields(fields: Mapping[str, object]) -> None:
         print_text(f"{name:<{width}}  {value}", " " * (width + 2))
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[object]], wrap: str | None = None) -> None:
-    """Print a table. Its column ``wrap`` has several lines where the table would be wider than 80 columns."""
+def print_table(head: Sequence[str], rows: Sequence[Sequence[object]], wrap: Sequence[str] = ()) -> None:
+    """Print a table. The columns ``wrap`` break at spaces, the first ones first, if it is wider than 80
+    columns."""
     cells = [[_format_cell(value) for value in row] for row in rows]
     is_text = [any(isinstance(row[index], str) for row in rows) for index in range(len(head))]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    index = None if wrap is None else head.index(wrap)
-    if index is not None:
+    wrapped = [head.index(name) for name in wrap]
+    for index in wrapped:
         excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-        widths[index] = min(widths[index], max(widths[index] - excess, MIN_WIDTH))
+        if excess > 0:
+            first_words = [line[index].partition(" ")[0] for line in (head, *cells)]
+            least = max(MIN_WIDTH, *map(len, first_words))
+            widths[index] = min(widths[index], max(widths[index] - excess, least))
     for line in (head, *cells):
         cell_lines = [
-            textwrap.wrap(cell, widths[index]) if at == index else [cell] for at, cell in enumerate(line)
+            _wrap_cell(cell, widths[at]) if at in wrapped else [cell] for at, cell in enumerate(line)
         ]
-        # Cells of one line are empty on the further lines of the wrapped one.
+        # A word that is wider than its column goes below the cells on its right, where it has the whole line.
+        for at, (lines, width) in enumerate(zip(cell_lines, widths, strict=True)):
+            height = max(map(len, cell_lines[at + 1 :]), default=0)
+            first = next((number for number, text in enumerate(lines) if len(text) > width), height)
+            lines[first:first] = [""] * (height - first)
+        # Cells of one line are empty on the further lines of the wrapped ones.
         for texts in zip_longest(*cell_lines, fillvalue=""):
             columns = zip(texts, widths, is_text, strict=True)
             print(
@@ -78,6 +87,10 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]], wrap: str
                     text.ljust(width) if left else text.rjust(width) for text, width, left in columns
                 ).rstrip()
             )
+
+
+def _wrap_cell(cell: str, width: int) -> list[str]:
+    return textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _format_cell(value: object) -> str:

@@ -129,7 +129,7 @@ def _print_plan(
     peak = (
         f"peak {format_gib(memory.peak_bytes)} of {format_gib(memory.usable_bytes)} GiB on the fullest rank"
     )
-    mfu = f", MFU {step.mfu:.0%}" if step and step.mfu is not None else ""
+    mfu = f", MFU {100 * step.mfu:.0f} %" if step and step.mfu is not None else ""
     print_fields(
         {
             "plan": f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}",
@@ -187,6 +187,7 @@ def search_plans(options: argparse.Namespace) -> int:
 
 def _print_ranking(ranking: Ranking, limit: int) -> None:
     from shardscope.core.number_format import format_gib
+    from shardscope.planner.search.ranking import AS_FAST
 
     rows = [
         (
@@ -203,10 +204,15 @@ def _print_ranking(ranking: Ranking, limit: int) -> None:
         for number, row in enumerate(ranking.to_frame(limit).to_dict("records"), 1)
     ]
     print(f"{ranking.num_feasible:,} of {ranking.num_evaluated:,} plans fit {ranking.cluster}")
+    if ranking.num_feasible > 1:
+        near = f"{100 * (AS_FAST - 1):.0f} %"
+        print(f"Order: plans within {near} of the fastest by fewest settings, the others by speed.")
+    if ranking.unsaid:
+        print_text(ranking.unsaid)
     if rows:
         print()
         head = ("", "layout", "degrees", "recompute", "batch", "tok/s/GPU", "step s", "GiB")
-        print_table(head, rows, wrap="layout")
+        print_table(head, rows, wrap=("layout", "degrees"))
     if not ranking.num_feasible:
         try:
             _ = ranking.best

@@ -189,7 +189,7 @@ def list_runs(options: argparse.Namespace) -> int:
         columns = ("run", "status", "ranks", "steps", "loss", "step_seconds", "plan")
         head = (*columns[:-2], "step s", "plan")
         rows = [[_as_count(name, row[name]) for name in columns] for row in records]
-        print_table(head, rows, wrap="plan")
+        print_table(head, rows, wrap=("plan",))
     return 0
 
 

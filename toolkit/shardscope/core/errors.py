@@ -145,28 +145,35 @@ def refuse(field: str, value: object, allowed: str, fix: Fix, problem: str = "")
     raise FieldError(field, value, allowed, fix, problem)
 
 
-def check_integer(field: str, value: object, *, low: int, high: int) -> int:
-    """Return ``value`` as an int. Raises ``ValueError`` unless it is an integer in ``low..high``, no bool."""
+def check_integer(field: str, value: object, *, low: int, high: int, default: object = None) -> int:
+    """Return ``value`` as an int. Raises ``ValueError`` unless it is an integer in ``low..high``, no bool.
+
+    ``default`` is the fix for what has no number ("ten"); None: ``low``.
+    """
     allowed = f"a whole number from {low:,} to {high:,}"
     # bool is a subclass of int. ``__index__`` accepts numpy's integers and rejects every float.
     if isinstance(value, bool | str | bytes) or value is None:
-        refuse(field, value, allowed, _find_nearest_number(value, low, high))
+        refuse(field, value, allowed, _find_nearest_number(value, low, high, default))
     try:
         number = value.__index__()  # type: ignore[attr-defined]
     except (AttributeError, TypeError):
-        refuse(field, value, allowed, _find_nearest_number(value, low, high))
+        refuse(field, value, allowed, _find_nearest_number(value, low, high, default))
     if not low <= number <= high:
         refuse(field, number, allowed, Value(min(max(number, low), high)))
     return int(number)
 
 
-def check_number(field: str, value: object, *, low: float, high: float) -> float:
-    """Return ``value`` as a float. Raises ``ValueError`` unless it is a number in ``low..high``, no bool."""
+def check_number(field: str, value: object, *, low: float, high: float, default: object = None) -> float:
+    """Return ``value`` as a float. Raises ``ValueError`` unless it is a number in ``low..high``, no bool.
+
+    ``default`` is the fix for what has no number ("fast"); None: ``low``.
+    """
     allowed = f"a number from {low:g} to {high:g}"
     # bool is a subclass of int: True would count as 1.0.
     if isinstance(value, bool) or not isinstance(value, int | float):
         number = _read_number(value)
-        refuse(field, value, allowed, Value(low if math.isnan(number) else min(max(number, low), high)))
+        fallback = low if default is None else default
+        refuse(field, value, allowed, Value(fallback if math.isnan(number) else min(max(number, low), high)))
     # float() of an int beyond 1e308 raises OverflowError, so compare first.
     number = float(value) if abs(value) <= high else math.inf
     if not low <= number <= high:
@@ -233,11 +240,11 @@ def _find_by_spelling(value: object, texts: list[str], cutoff: float) -> str | N
     return next(iter(longer or difflib.get_close_matches(text, texts, n=1, cutoff=cutoff)), None)
 
 
-def _find_nearest_number(value: object, low: int, high: int) -> Value:
+def _find_nearest_number(value: object, low: int, high: int, default: object) -> Value:
     """Return the nearest allowed integer for a value that is not an integer ("8.0", "8k", nan, None)."""
     number = _read_number(value)
     if math.isnan(number):
-        return Value(low)
+        return Value(low if default is None else default)
     # round() raises OverflowError for infinities, which the bounds replace.
     return Value(int(min(max(round(number) if math.isfinite(number) else number, low), high)))
 

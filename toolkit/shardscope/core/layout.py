@@ -337,7 +337,8 @@ def _create_layout(framework: str, **options: OptionValue) -> Layout:
 def check_degrees(layout: Layout, *fields: str, low: int = 1, high: int = MAX_DEGREE) -> None:
     """Raise ``ValueError`` for fields outside ``low..high``. Numpy integers become Python ints."""
     for field in fields:
-        number = check_integer(f"Layout.{field}", getattr(layout, field), low=low, high=high)
+        value, default = getattr(layout, field), getattr(type(layout), field)
+        number = check_integer(f"Layout.{field}", value, low=low, high=high, default=default)
         object.__setattr__(layout, field, number)
 
 

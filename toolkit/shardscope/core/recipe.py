@@ -159,7 +159,8 @@ class Recipe(Serializable):
         self._check_quantization()
 
     def _check_number(self, field: str, high: int) -> None:
-        number = check_integer(f"Recipe.{field}", getattr(self, field), low=1, high=high)
+        default = getattr(type(self), field)
+        number = check_integer(f"Recipe.{field}", getattr(self, field), low=1, high=high, default=default)
         # Numpy integers become Python ints, which JSON can encode and which cannot overflow.
         object.__setattr__(self, field, number)
 
@@ -167,7 +168,9 @@ class Recipe(Serializable):
         value = getattr(self, field)
         if value is None and field == "expert_capacity_factor":
             return
-        object.__setattr__(self, field, check_number(f"Recipe.{field}", value, low=low, high=high))
+        default = getattr(type(self), field)
+        number = check_number(f"Recipe.{field}", value, low=low, high=high, default=default)
+        object.__setattr__(self, field, number)
 
     def _check_recompute(self) -> None:
         if self.recompute == "none" and self.recompute_interval > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
+from shardscope.core.number_format import format_count
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import read_json
 from shardscope.runs.backends.next_attempt import get_retries
@@ -154,7 +155,8 @@ def _build_resuming_task(run: Run, description: Mapping[str, object]) -> tuple[T
     done = (read_json(checkpoint / POSITION_FILE) or {}).get("num_steps_done")
     if run.num_steps is not None and isinstance(done, int) and done >= run.num_steps:
         raise _CannotResumeError(
-            f"all {run.num_steps:,} steps are done", "launch a task with resume= and a larger num_steps"
+            f"all of its {format_count(run.num_steps, 'step')} are done",
+            "launch a task with resume= and a larger num_steps",
         )
     return _make_task(kind, description, checkpoint), choice.notice
 

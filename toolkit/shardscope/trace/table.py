@@ -20,15 +20,17 @@ class Table(list[Row], Generic[Row]):
     """Rows as dicts, every row with the same keys.
 
     ``columns`` are in the data frame; rows may have further keys, such as where to look in the view.
+    ``reason`` is shown if there are no rows.
     """
 
-    def __init__(self, rows: Iterable[Row] = (), columns: Sequence[str] = ()) -> None:
+    def __init__(self, rows: Iterable[Row] = (), columns: Sequence[str] = (), reason: str = "") -> None:
         super().__init__(rows)
+        self.reason = reason
         self.columns = tuple(columns) or tuple(self[0] if self else ())
 
     def __repr__(self) -> str:
         if not self:
-            return "no rows"
+            return self._describe_rest()
         cells = [[format_value(row[key]) for key in self.columns] for row in self[:MAX_ROWS]]
         widths = [max(map(len, column)) for column in zip(self.columns, *cells, strict=True)]
         lines = [
@@ -44,6 +46,8 @@ class Table(list[Row], Generic[Row]):
         return render_html_table(names, rows, self._describe_rest())
 
     def _describe_rest(self) -> str:
+        if not self:
+            return f"no rows: {self.reason}" if self.reason else "no rows"
         more = len(self) - MAX_ROWS
         return f"{MAX_ROWS} of {len(self):,} rows; to_frame() has all" if more > 0 else ""
 

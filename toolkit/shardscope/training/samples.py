@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from shardscope.core.number_format import format_count
 from shardscope.records.samples import append_samples
 from shardscope.training.examples.conversation import Prompt, decode_answer
 from shardscope.training.generation import generate_greedily
@@ -89,7 +90,7 @@ class SampleGenerations:
                     ],
                 )
         print(
-            f"generated {len(answers):,} samples after {engine.num_steps_done:,} steps, in "
-            f"{self._last_seconds:.1f} s",
+            f"generated {format_count(len(answers), 'sample')} after "
+            f"{format_count(engine.num_steps_done, 'step')}, in {self._last_seconds:.1f} s",
             flush=True,
         )

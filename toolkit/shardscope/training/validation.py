@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from shardscope.core.number_format import format_count
 from shardscope.training.checkpoints.folders import CHECKPOINTS
 from shardscope.training.data.batches import Batches
 from shardscope.training.micro_batches import count_labels
@@ -86,7 +87,7 @@ class Validation:
         if ctx.rank == 0:
             named = {f"validation_{name}": value for name, value in others.items()}
             ctx.log(step=step, validation_loss=loss, **named)
-        print(f"validation after {engine.num_steps_done:,} steps: loss {loss:.4g}", flush=True)
+        print(f"validation after {format_count(engine.num_steps_done, 'step')}: loss {loss:.4g}", flush=True)
         if self.patience is None or engine.num_steps_done == 0:
             return False
         is_best = loss < self.best_loss

@@ -87,7 +87,7 @@ def test_fix_lists_every_field_that_it_changes(studio: Any) -> None:
 def test_fix_button_replaces_an_invalid_number(studio: Any) -> None:
     studio.recipe.seq_len.value = "many"
     press(studio.recipe.rows["seq_len"])
-    assert not studio.recipe.is_wrong and studio.plan.recipe.seq_len == 1
+    assert not studio.recipe.is_wrong and studio.plan.recipe.seq_len == ss.Recipe().seq_len
     studio.options.steps.value = "0"
     row = studio.options.rows["num_steps"]
     press(row)

@@ -23,6 +23,7 @@ from shardscope.planner.repairs.combined_changes import (
     search_change,
 )
 from shardscope.planner.repairs.make_it_fit import make_it_fit
+from shardscope.planner.repairs.repairs import COMBINE
 from shardscope.planner.repairs.single_changes import RECIPE_TEXTS
 from shardscope.prediction.support import list_supported
 
@@ -125,7 +126,7 @@ def _report_shortage(case: Case, need: MemoryNeed) -> Finding:
         why=f"{whose} needs {format_gib(need.needed_bytes)} GiB of {need.name}, and has "
         f"{format_gib(need.room_bytes)}: {format_gib(need.short_bytes)} GiB too little.",
         number=need.short_bytes / 2**30,
-        change=best.change if best else "No single change is enough; several may be",
+        change=best.change if best else f"No single change is enough; several may be, by {COMBINE}",
         plan=best.plan if best else None,
         search=None if best else partial(_several_changes, case.plan),
     )

@@ -15,7 +15,7 @@ from shardscope.planner.advice.plan_evaluator import PAYS
 from shardscope.planner.differences import find_differences
 from shardscope.planner.memory_needs import list_memory_needs
 from shardscope.planner.repairs.combined_changes import combine_changes, describe_change, keep_options
-from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
+from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, describe_effect, find_steps, predict_seconds
 from shardscope.planner.search.search import search
 from shardscope.planner.verdict import State, assess_plan
 
@@ -51,6 +51,9 @@ class Fit:
     def text(self) -> str:
         """Return all changes in one line."""
         return ", ".join(self.changes)
+
+    def __str__(self) -> str:
+        return f"{self.text}: {describe_effect(self.bytes_won, self.seconds_lost)}"
 
 
 def make_it_fit(plan: Plan) -> Fit | None:

@@ -23,7 +23,10 @@ MAX_TIMES_SLOWER = 3.0
 """Largest ratio of step times for a change to be offered: beyond it, several changes together, or another
 framework, are nearly always better (:mod:`shardscope.planner.repairs.make_it_fit`)."""
 
-_NO_REPAIR = "No single change: the plan fits, or only several together would make it fit."
+COMBINE = "make_it_fit(plan) of shardscope.planner.repairs.make_it_fit"
+"""The function that combines changes, as text for messages."""
+
+_NO_REPAIR = f"No single change: the plan fits, or only several together make it fit, by {COMBINE}."
 
 
 class Repair(NamedTuple):
@@ -41,12 +44,17 @@ class Repair(NamedTuple):
     not known, for which ``plan.step()`` raises ``ValueError``."""
 
     def __str__(self) -> str:
-        if math.isnan(self.seconds_lost):
-            cost = "time not known"
-        else:
-            longer = "longer" if self.seconds_lost >= 0 else "shorter"
-            cost = f"a step is {format_seconds(abs(self.seconds_lost))} {longer}"
-        return f"{self.change}: {format_gib(self.bytes_won)} GiB less, {cost}"
+        return f"{self.change}: {describe_effect(self.bytes_won, self.seconds_lost)}"
+
+
+def describe_effect(bytes_won: int, seconds_lost: float) -> str:
+    """Return the saved memory and the cost in time: ``12.3 GiB less, a step is 45.6 ms longer``."""
+    if math.isnan(seconds_lost):
+        cost = "time not known"
+    else:
+        longer = "longer" if seconds_lost >= 0 else "shorter"
+        cost = f"a step is {format_seconds(abs(seconds_lost))} {longer}"
+    return f"{format_gib(bytes_won)} GiB less, {cost}"
 
 
 class Repairs(list[Repair]):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.errors import refuse
+from shardscope.core.number_format import format_count
 from shardscope.core.recipe import Recipe
 from shardscope.records.folder import EXPORT, MERGED, RunFolder
 from shardscope.records.json_files import LineTail, finite_or_special, parse_lines, read_json
@@ -248,7 +249,10 @@ def _list_training(run: Run, plan: Plan) -> Iterator[Row]:
         yield "steps", f"{done:,.0f}" + (f" of {run.num_steps:,}" if run.num_steps else "")
     exported = _read_record(run, "export").get("num_steps_done")
     if is_number(exported) and exported != done:
-        yield "exported weights", f"those after {exported:,.0f} steps, with the lowest validation loss"
+        yield (
+            "exported weights",
+            f"those after {format_count(round(exported), 'step')}, with the lowest validation loss",
+        )
     # The task's own fields, with what it derived from them.
     training = _read_record(run, "training")
     shown = {
@@ -275,7 +279,7 @@ def _list_results(run: Run) -> Iterator[Row]:
     if losses is not None:
         for label, loss in (
             ("validation, first", losses.first),
-            (f"validation, best: after {losses.best_step:,} steps", losses.best),
+            (f"validation, best: after {format_count(losses.best_step, 'step')}", losses.best),
             ("validation, last", losses.last),
         ):
             perplexity = f"{math.exp(loss):.4g}" if loss < MAX_EXPONENT else "inf"

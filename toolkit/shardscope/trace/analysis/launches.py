@@ -55,7 +55,8 @@ def find_launches(trace: Trace) -> Table[LaunchRow]:
                 "start_seconds": int(launched[int(np.argmax(delays))]) / 1e9,
             }
         )
-    return Table(rows, tuple(name for name in get_type_hints(LaunchRow) if name != "start_seconds"))
+    columns = tuple(name for name in get_type_hints(LaunchRow) if name != "start_seconds")
+    return Table(rows, columns, "the trace has no GPU work whose launch was recorded")
 
 
 def _measure_queue(launched: Int64s, begins: Int64s) -> tuple[float, int]:

@@ -49,7 +49,8 @@ def find_memory(trace: Trace) -> Table[MemoryRow]:
     rows: list[MemoryRow] = []
     for samples in trace.memory_samples:
         rows += _list_rows(samples)
-    return Table(rows, tuple(get_type_hints(MemoryRow)))
+    reason = "the trace has no memory records, which torch.profiler writes with profile_memory=True"
+    return Table(rows, tuple(get_type_hints(MemoryRow)), reason)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,8 @@ def find_modules(trace: Trace) -> Table[ModuleRow]:
         work_ns = measure_work_ns(trace)
         for rank in trace.activity.ranks:
             rows += _list_rows(trace, rank, is_module, work_ns)
-    return Table(rows, tuple(get_type_hints(ModuleRow)))
+    reason = "the trace has no nn.Module calls, which torch.profiler records with with_stack=True"
+    return Table(rows, tuple(get_type_hints(ModuleRow)), reason)
 
 
 def _list_rows(

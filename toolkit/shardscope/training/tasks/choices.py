@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.cluster import BEFORE_AMPERE
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import format_count, format_gib
 from shardscope.core.recipe import DEFAULT_LORA_RANK
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.state.lora import find_adapter_targets
@@ -271,7 +271,11 @@ def _choose_task_fields(
     if task.streaming:
         return  # A stream has no epochs, and no usual number of steps.
     value, why = recommend_epochs(_count_steps_per_epoch(task, best, preview))
-    current = f"{task.planned_steps:,} steps" if task.planned_steps else length.num_epochs or DEFAULT_EPOCHS
+    current = (
+        format_count(task.planned_steps, "step")
+        if task.planned_steps
+        else length.num_epochs or DEFAULT_EPOCHS
+    )
     yield Choice(
         name="Finetune.num_epochs",
         value=value,
@@ -338,7 +342,8 @@ def recommend_epochs(steps_per_epoch: float | None) -> Epochs:
     epochs = float(min(MAX_EPOCHS, math.ceil(USUAL_STEPS / steps_per_epoch)))
     return Epochs(
         epochs,
-        f"Few examples: three passes would be {math.ceil(DEFAULT_EPOCHS * steps_per_epoch):,} steps, "
+        "Few examples: three passes would be "
+        f"{format_count(math.ceil(DEFAULT_EPOCHS * steps_per_epoch), 'step')}, "
         f"{epochs:g} are {math.ceil(epochs * steps_per_epoch):,}. LIMA's 1,000 rows were read "
         f"{MAX_EPOCHS:g} times (Zhou et al. 2023, arXiv:2305.11206); a validation loss with early_stopping "
         "tells whether fewer are better.",
@@ -433,7 +438,8 @@ def choose_packing(task: Finetune, plan: Plan, preview: Preview | None) -> Reaso
     num_steps = math.ceil(DEFAULT_EPOCHS * num_windows / plan.degrees.data_parallel)
     if task.planned_steps is None and num_steps < USUAL_STEPS:
         # With the smallest batch: each rank reads one window.
-        return Reasoned(now, f"{wins}, but three passes over so few would be at most {num_steps:,} steps.")
+        most = format_count(num_steps, "step")
+        return Reasoned(now, f"{wins}, but three passes over so few would be at most {most}.")
     unpacked, packed = (replace_plan_fields(plan, recipe={"packing": packing}) for packing in (False, True))
     steps = [None if one is None else predict_step(one) for one in (unpacked, packed)]
     if steps[0] is not None and steps[1] is not None and steps[1].seconds >= gain * steps[0].seconds:
@@ -480,8 +486,9 @@ def choose_global_batch(task: Finetune, plan: Plan, preview: Preview | None) -> 
         return Reasoned(now, f"{usual}; this one is the smallest for {plan.degrees.data_parallel} ranks.")
     return Reasoned(
         size,
-        f"{usual}, but {now:,} would make {num_steps:,} steps of three passes over these data, and AdamW's "
-        f"second moment alone settles over about {WARM_UP_STEPS} (Ma & Yarats 2021, arXiv:1910.04209).",
+        f"{usual}, but {now:,} would make {format_count(num_steps, 'step')} of three passes over these data, "
+        f"and AdamW's second moment alone settles over about {WARM_UP_STEPS} (Ma & Yarats 2021, "
+        "arXiv:1910.04209).",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import check_number, refuse
+from shardscope.core.errors import refuse
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, VOCAB_SIZE, write_tokenizer
 from shardscope.training.tasks.text_task import TextTask, resolve_text
 
@@ -35,7 +35,7 @@ class Pretrain(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
+        self._check_number("learning_rate", 10.0)
         if self.text is not None:
             object.__setattr__(self, "text", resolve_text(self._field("text"), self.text))
 

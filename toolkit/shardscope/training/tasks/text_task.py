@@ -24,6 +24,7 @@ from shardscope.core.errors import (
     check_number,
     refuse,
 )
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_trained
 from shardscope.planner.checks.case import Case
 from shardscope.planner.checks.checkpoints import check_resumed_checkpoint
@@ -148,16 +149,16 @@ class TextTask(ABC):
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:
-            check_integer(self._field("num_steps"), self.num_steps, low=1, high=MAX_STEPS)
+            self._check_integer("num_steps", 1, MAX_STEPS)
         if self.learning_rate is not None:
-            check_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
+            self._check_number("learning_rate", 10.0)
         self._check_schedule()
-        check_number(self._field("weight_decay"), self.weight_decay, low=0.0, high=1.0)
-        check_integer(self._field("seed"), self.seed, low=0, high=2**31 - 1)
-        check_integer(self._field("log_every"), self.log_every, low=1, high=10**7)
+        self._check_number("weight_decay", 1.0)
+        self._check_integer("seed", 0, 2**31 - 1)
+        self._check_integer("log_every", 1, 10**7)
         for field in ("save_every", "keep_last"):
             if getattr(self, field) is not None:
-                check_integer(self._field(field), getattr(self, field), low=1, high=10**7)
+                self._check_integer(field, 1, 10**7)
         if self.profile != "nsys" and not isinstance(self.profile, bool):
             refuse(self._field("profile"), self.profile, "True, False or 'nsys'", Value(True))
         for field in ("memory_snapshot", "save_checkpoint", "export"):
@@ -168,12 +169,20 @@ class TextTask(ABC):
         if self.resume is not None and self.resume is not True:
             object.__setattr__(self, "resume", self._find_resumable(self.resume))
 
+    def _check_integer(self, name: str, low: int, high: int) -> None:
+        default = getattr(type(self), name)
+        check_integer(self._field(name), getattr(self, name), low=low, high=high, default=default)
+
+    def _check_number(self, name: str, high: float) -> None:
+        default = getattr(type(self), name)
+        check_number(self._field(name), getattr(self, name), low=0.0, high=high, default=default)
+
     def _check_schedule(self) -> None:
         check_choice(self._field("schedule"), self.schedule, SCHEDULER_TYPES)
         field, warmup = self._field("warmup"), self.warmup
         if not (isinstance(warmup, float) and 0 <= warmup < 1):
             try:
-                check_integer(field, warmup, low=0, high=self.num_steps or MAX_STEPS)
+                self._check_integer("warmup", 0, self.num_steps or MAX_STEPS)
             except FieldError as error:
                 allowed = f"{error.allowed}, or a share of all steps, below 1"
                 refuse(field, warmup, allowed, Value((error.fix_values or {"warmup": 0})["warmup"]))
@@ -273,8 +282,8 @@ class TextTask(ABC):
             flush=True,
         )
         print(
-            f"learning rate: {schedule.peak:g}, {schedule.kind}, after {schedule.warmup_steps:,} steps of "
-            "warm-up",
+            f"learning rate: {schedule.peak:g}, {schedule.kind}, after "
+            f"{format_count(schedule.warmup_steps, 'step')} of warm-up",
             flush=True,
         )
         if self.profile == "nsys":
@@ -297,7 +306,8 @@ class TextTask(ABC):
         if self.export and is_complete:
             if validation is not None and validation.best_checkpoint is not None:
                 engine.load(validation.best_checkpoint)
-                print(f"exporting the weights after {engine.num_steps_done:,} steps, the best", flush=True)
+                done = format_count(engine.num_steps_done, "step")
+                print(f"exporting the weights after {done}, the best", flush=True)
             engine.export(EXPORT)
             ctx.record("export", {"num_steps_done": engine.num_steps_done})
             if ctx.rank == 0:
@@ -389,7 +399,9 @@ class TextTask(ABC):
         # The launch checked it too, but with resume=True another checkpoint may be the newest by now.
         notices = self._check_loads(checkpoint, ctx.plan)
         ctx.engine.load(checkpoint)
-        print(f"resumed from {checkpoint}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
+        print(
+            f"resumed from {checkpoint}: {format_count(ctx.engine.num_steps_done, 'step')} done", flush=True
+        )
         for notice in notices:
             print(notice, flush=True)
         return checkpoint
