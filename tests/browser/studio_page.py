@@ -10,6 +10,10 @@ from served import Lab
 SCREENSHOTS = Path(__file__).parents[2] / "artifacts" / "screenshots"
 NOTEBOOK = "00_studio.ipynb"
 TIMEOUT_MS = 60_000
+# Of all traces: ranks with equal values share one line, and a hidden trace has no points.
+LAST_STEP = """Math.max(-1, ...(document.querySelector('.ss-run .js-plotly-plot')?.data ?? [])
+    .map(trace => trace.x?.at(-1) ?? -1))"""
+"""Expression in the page: the last step in the run's charts; -1 before the first."""
 
 
 def open_studio(page: Any, lab: Lab, notebook: str = NOTEBOOK) -> None:

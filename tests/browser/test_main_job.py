@@ -11,6 +11,7 @@ import psutil
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import (
+    LAST_STEP,
     NOTEBOOK,
     SCREENSHOTS,
     TIMEOUT_MS,
@@ -208,10 +209,7 @@ def wait_for_step(page: Any) -> None:
         "() => [...document.querySelectorAll('.ss-run .ss-latest tbody tr')].length === 2",
         timeout=STEP_TIMEOUT_MS,
     )
-    page.wait_for_function(
-        "() => document.querySelector('.ss-run .js-plotly-plot')?.data?.[0]?.x?.length >= 3",
-        timeout=STEP_TIMEOUT_MS,
-    )
+    page.wait_for_function(f"() => {LAST_STEP} >= 2", timeout=STEP_TIMEOUT_MS)
 
 
 def check_page_is_unchanged_after_reload(page: Any) -> None:

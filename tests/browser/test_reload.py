@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from served import Lab
-from studio_page import NOTEBOOK, TIMEOUT_MS
+from studio_page import LAST_STEP, NOTEBOOK, TIMEOUT_MS
 from test_main_job import STEP_TIMEOUT_MS, run_all_cells, start_run, wait_for_no_processes, wait_for_step
 from tests.faults import slow_test
 from tests.requirements import thorough
@@ -35,12 +35,12 @@ def test_fault_26_page_is_reloaded_and_opened_twice_during_a_run(
     offline(second)
     second.goto(lab.notebook_url(NOTEBOOK))
     wait_for_chart(second)
-    before = read_last_step(page)
-    grown = "before => document.querySelector('.ss-run .js-plotly-plot')?.data?.[0]?.x.at(-1) > before"
+    before = page.evaluate(LAST_STEP)
+    grown = f"before => {LAST_STEP} > before"
     for each in (page, second):
         each.wait_for_function(grown, arg=before, timeout=STEP_TIMEOUT_MS)
     page.close()
-    before = read_last_step(second)
+    before = second.evaluate(LAST_STEP)
     second.wait_for_function(grown, arg=before, timeout=STEP_TIMEOUT_MS)
     second.get_by_role("button", name="Stop", exact=True).click()
     second.wait_for_selector(".ss-status[data-status=stopped]")
@@ -52,8 +52,3 @@ def wait_for_chart(page: Any) -> None:
     """Wait until the chart is drawn, then as :func:`wait_for_step`."""
     page.wait_for_selector(".ss-run .js-plotly-plot", state="attached")
     wait_for_step(page)
-
-
-def read_last_step(page: Any) -> float:
-    """Return the last step that the chart shows."""
-    return float(page.evaluate("document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1)"))

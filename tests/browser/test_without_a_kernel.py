@@ -93,7 +93,8 @@ def test_page_prints_on_white_with_its_figure(browser: Any, tmp_path: Path) -> N
     page.emulate_media(media="print")
     assert page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator(".ss-steps").is_hidden()
-    assert page.evaluate("() => document.body.dataset.jpThemeLight") == "true"
+    # The page learns of the change from an event, which comes after the style.
+    page.wait_for_function("() => document.body.dataset.jpThemeLight === 'true'")
     save_screenshot(page, "page_printed")
     context.close()
 
