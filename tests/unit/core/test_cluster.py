@@ -214,7 +214,7 @@ def pretend_driver(
         nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}abc",
         nvmlDeviceGetName=lambda handle: devices[handle][0],
         nvmlDeviceGetMemoryInfo=get_memory_info,
-        nvmlDeviceGetArchitecture=lambda _: 10,
+        nvmlDeviceGetCudaComputeCapability=lambda _: (12, 0),
         nvmlDeviceGetPowerManagementDefaultLimit=lambda _: 575_000,
         nvmlDeviceGetMaxPcieLinkGeneration=lambda _: 5,
         nvmlDeviceGetMaxPcieLinkWidth=raise_nvml_error if visible == "no-pcie" else lambda _: 16,
@@ -252,7 +252,7 @@ def test_unknown_gpus_have_only_the_figures_of_the_driver(
     assert cluster.gpu == Gpu(
         name="nvidia-geforce-rtx-5080",
         vendor="nvidia",
-        architecture="blackwell",
+        architecture="blackwell-rtx",
         memory_bytes=34_190_917_632,
         usable_bytes=34_190_917_632 - 2**29,
         link="pcie-5-x16",

@@ -63,7 +63,7 @@ class Gpu(Serializable):
     vendor: str
     """"nvidia", "amd" or "cpu"."""
     architecture: str | None = None
-    """GPU generation: "hopper", "cdna3"."""
+    """GPU generation: "hopper", "blackwell-rtx", "cdna3"."""
     memory_bytes: int
     """Installed memory (80 GiB for h100-sxm-80gb); for "cpu", the host memory for all ranks together."""
     usable_bytes: int

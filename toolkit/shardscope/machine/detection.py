@@ -18,8 +18,20 @@ from shardscope.machine.host import count_cores, get_host_memory_bytes
 
 T = TypeVar("T")
 
-GENERATIONS = {4: "pascal", 5: "volta", 6: "turing", 7: "ampere", 8: "ada", 9: "hopper", 10: "blackwell"}
-"""GPU generations by NVML_DEVICE_ARCH_* (nvml.h)."""
+GENERATIONS = {
+    (6, 0): "pascal",
+    (7, 0): "volta",
+    (7, 5): "turing",
+    (8, 0): "ampere",
+    (8, 9): "ada",
+    (9, 0): "hopper",
+    (10, 0): "blackwell",
+    (10, 3): "blackwell-ultra",
+    (11, 0): "blackwell",
+    (12, 0): "blackwell-rtx",
+}
+"""GPU generations by the compute capability that they begin with
+(CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 
 def detect_cluster() -> Cluster:
@@ -156,16 +168,22 @@ def _describe_gpu(pynvml: ModuleType, handle: object) -> Gpu:
         # have the name of the whole GPU.
         if name in entry["nvml_names"] and abs(memory / gpus[known].memory_bytes - 1) < 0.1:
             return gpus[known]
-    generation = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetArchitecture(handle))
+    capability = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     return Gpu(
         name=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "unknown-gpu",
         vendor="nvidia",
-        architecture=None if generation is None else GENERATIONS.get(generation),
+        architecture=None if capability is None else _find_generation(capability),
         memory_bytes=memory,
         usable_bytes=memory - _read_reserved_bytes(pynvml, handle, memory),
         link=_find_pcie_link(pynvml, handle),
         tdp_watts=_read_power_limit(pynvml, handle),
     )
+
+
+def _find_generation(capability: Sequence[int]) -> str | None:
+    """Return the generation of a compute capability, (major, minor); None before the first one known."""
+    begun = [known for known in GENERATIONS if known <= tuple(capability)]
+    return GENERATIONS[max(begun)] if begun else None
 
 
 def query_nvml(pynvml: ModuleType, query: Callable[[], T]) -> T | None:

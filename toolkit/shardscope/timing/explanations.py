@@ -10,7 +10,7 @@ from shardscope.timing.layers import HALF_PEAKS, PEAKS, find_fused_attention
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.timing.rates import Rates
+    from shardscope.timing.rates import CheckpointCalls, Rates
     from shardscope.timing.report import Part
 
 
@@ -31,6 +31,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
     keys = "all seq_len x seq_len (a mask of packed documents skips none)" if has_mask else "causal"
     # With a capacity, the tokens beyond it are dropped, so it replaces the imbalance (Fedus et al. 2021).
     load = recipe.expert_capacity_factor or recipe.expert_imbalance
+    longer = "" if passes.slowdown == 1 else f"{passes.slowdown:g} times as long as "
     memory = f"{rates.get_memory_bandwidth() / 1e12:.2f} TB/s"
     formulas: dict[Part, str] = {
         "matrices": (
@@ -47,10 +48,13 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
         ),
         "elementwise": (
             f"{passes.forward:g} bytes moved forward and {passes.backward:g} backward for each byte that the "
-            f"{plan.kernels} modules save, at {memory}, or as long as the host takes to start the kernels"
+            f"{plan.kernels} modules save, {longer}at {memory}, or as long as the host takes to start the "
+            "kernels"
         ),
         "loss": f"logits, their fp32 copies and gradients written and read once at {memory}",
-        "recomputation": " + ".join(_describe_recomputation(recipe)) or "nothing is recomputed",
+        "recomputation": _describe_recomputation(
+            recipe, rates.get_checkpoint_calls(recipe.recompute, plan.kernels)
+        ),
         "tensor_parallel": (
             f"tp={degrees.tp}: two reductions a layer forward and two backward (Shoeybi et al. 2019, figure "
             "4; Korthikanti et al. 2022, section 4.2.2)"
@@ -79,13 +83,16 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
     return f"{formulas[part]}{suffix} · {rates.source}"
 
 
-def _describe_recomputation(recipe: Recipe) -> list[str]:
+def _describe_recomputation(recipe: Recipe, calls: CheckpointCalls) -> str:
     """Return descriptions of everything that is recomputed."""
     descriptions = []
     if recipe.recompute in ("full", "selective"):
         interval = recipe.recompute_interval
         which = "every layer" if interval == 1 else f"one layer of {interval}"
-        descriptions.append(f"{recipe.recompute} recomputation of {which}")
+        slower = f" (the host starts its kernels in {calls.repeated:g} times the usual time)"
+        descriptions.append(
+            f"{recipe.recompute} recomputation of {which}{slower if calls.repeated != 1 else ''}"
+        )
     if recipe.loss == "chunked":
         descriptions.append("the chunked loss's logits, made again in backward")
-    return descriptions
+    return " + ".join(descriptions) or "nothing is recomputed"

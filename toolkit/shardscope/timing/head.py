@@ -8,10 +8,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import ceil_div, map_distinct, minimum
+from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.core.precision import FP32
 from shardscope.families.registry import find_family
-from shardscope.memory.activations.head import LOSS_CHUNK_TOKENS, compute_logits_per_token, resolve_loss
+from shardscope.memory.activations.head import (
+    LOSS_CHUNK_TOKENS,
+    compute_logits_per_token,
+    count_fused_chunk_tokens,
+    resolve_loss,
+)
 from shardscope.memory.state.stages import count_vocab_rows
 from shardscope.timing.matmul import count_unaligned
 
@@ -51,8 +56,7 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     if kind == "chunked":
         chunks = ceil_div(tokens, LOSS_CHUNK_TOKENS)
     elif kind == "fused" and modules.kernels != "megatron":
-        # Each chunk's logits have as many bytes as the input (memory/activations/head.py).
-        chunks = minimum(tokens, ceil_div(rows, arch.hidden_size))
+        chunks = ceil_div(tokens, count_fused_chunk_tokens(tokens, rows, arch.hidden_size))
     hidden = arch.hidden_size
     # The weights are read again for each chunk.
     moved = chunks * rows * hidden + tokens * (rows + hidden)
@@ -69,17 +73,25 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     )
     # Each tensor is written and read once.
     loss = stage.is_last * tokens * 2 * (logits.forward + logits.backward) / work.memory
+    # The gradient of the input is always needed, that of the weights only if they train.
+    gradients = (1 + modules.trained) * product
     passes = work.passes
-    waiting = stage.is_last * (
-        work.compute_waiting(passes.kernels_ends_forward, product + loss / 2)
-        + work.compute_waiting(passes.kernels_ends_backward, (1 + modules.trained) * product + loss / 2)
-    )
+    kernels, kernels_back = passes.kernels_ends_forward, passes.kernels_ends_backward
+    if kind == "fused" and modules.kernels != "megatron":
+        # Forward computes the gradients too, chunk by chunk; backward only scales them.
+        kernels = kernels + chunks * passes.kernels_loss_chunk
+        waiting = work.compute_waiting(kernels, product + gradients + loss) + work.compute_waiting(
+            kernels_back, 0.0
+        )
+    else:
+        waiting = work.compute_waiting(kernels, product + loss / 2) + work.compute_waiting(
+            kernels_back, gradients + loss / 2
+        )
     return EndSeconds(
         forward=product,
-        # The gradient of the input is always needed, that of the weights only if they train.
-        backward=(1 + modules.trained) * product,
+        backward=gradients,
         recomputation=(kind == "chunked") * product,
-        loss=loss + waiting,
+        loss=loss + stage.is_last * waiting,
         lookup=0.0 if stage.is_first is False else _compute_lookup(work, stage),
     )
 

@@ -137,9 +137,13 @@ class LayerWork:
         if moe:
             sorted_bytes = self._count_sort_bytes()
             moved, moved_back = moved + sorted_bytes, moved_back + sorted_bytes
-        elementwise = (self.passes.forward * saved + _ADDS * stream + moved) / self.memory
+        elementwise = (
+            self.passes.slowdown * self.passes.forward * saved + _ADDS * stream + moved
+        ) / self.memory
         elementwise += _DORA_PASSES * dora[2] * self.modules.compute / self.memory
-        elementwise_back = (self.passes.backward * saved + _ADDS * stream + moved_back) / self.memory
+        elementwise_back = (
+            self.passes.slowdown * self.passes.backward * saved + _ADDS * stream + moved_back
+        ) / self.memory
         merged, merged_back = self._compute_merge()
         elementwise, elementwise_back = elementwise + merged, elementwise_back + merged_back
         # Short kernels leave the GPU waiting for the host, forward and backward each for their own.

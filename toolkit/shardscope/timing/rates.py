@@ -85,8 +85,12 @@ class Passes(NamedTuple):
     kernels_ends_forward: float
     """Kernels of embedding, final norm, head and loss."""
     kernels_ends_backward: float
+    kernels_loss_chunk: float
+    """Kernels that each chunk of a fused linear cross-entropy adds to forward."""
     host_factor: float
     """Host time of one kernel of these modules, relative to transformers': the Python around it."""
+    slowdown: float
+    """Time of these operators relative to that of moving their bytes at the memory's bandwidth."""
 
 
 class CheckpointCalls(NamedTuple):
@@ -277,10 +281,9 @@ def prefers_cudnn_attention(gpu: Gpu) -> bool:
 
     Source: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
     ``check_prefer_cudnn_attention``, with cuDNN above 9.15.0, as in torch's CUDA 13 wheels from 2.11 on;
-    seen in profiles of torch 2.11 on an H100. Blackwell's RTX cards are sm12x.
+    seen in profiles of torch 2.11 on an H100. With a mask too (pytorch issue 196678).
     """
-    generation = (gpu.architecture or "").split("-")[0]
-    return generation in ("hopper", "blackwell") and not gpu.name.startswith("rtx")
+    return gpu.architecture in ("hopper", "blackwell", "blackwell-ultra")
 
 
 def _describe_figures(generation: str | None, fitted: Mapping[str, Mapping[str, float]]) -> str:
@@ -348,14 +351,10 @@ def _build_matmul_rate(
 
 def _build_passes(unfused_slowdown: float) -> Mapping[str, Passes]:
     """Return each stack's passes; kernels of transformers' modules, which fuse nothing, take longer."""
-    passes = {
-        kernels: Passes(*(counted[field] for field in Passes._fields))
-        for kernels, counted in load_efficiency()["passes"].items()
-    }
-    plain = passes["transformers"]
-    passes["transformers"] = plain._replace(
-        forward=unfused_slowdown * plain.forward, backward=unfused_slowdown * plain.backward
-    )
+    passes: dict[str, Passes] = {}
+    for kernels, counted in load_efficiency()["passes"].items():
+        figures = {**counted, "slowdown": unfused_slowdown if kernels == "transformers" else 1.0}
+        passes[kernels] = Passes(*(figures[name] for name in Passes._fields))
     return MappingProxyType(passes)
 
 

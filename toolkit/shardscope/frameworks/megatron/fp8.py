@@ -36,7 +36,7 @@ def count_operand_copies(gpu: Gpu) -> int:
     Data-center Blackwell supports every GEMM layout and needs no transpose (``pytorch/utils.py``,
     ``is_non_tn_fp8_gemm_supported``: compute capability 10, not 12, that of RTX GPUs).
     """
-    return 1 if (gpu.architecture or "").startswith("blackwell") and not gpu.name.startswith("rtx") else 2
+    return 1 if gpu.architecture in ("blackwell", "blackwell-ultra") else 2
 
 
 def count_gradient_copies(plan: Plan) -> int:

@@ -183,9 +183,14 @@ def compute_fused_loss(tokens: int, vocab: int, hidden: int, modules: Modules) -
     head's weight, in their own dtypes; logits exist for one chunk of tokens at a time, with as many bytes as
     the input.
     """
-    chunk = minimum(_round_up_to_power_of_2(ceil_div(tokens, ceil_div(vocab, hidden))), tokens)
+    chunk = count_fused_chunk_tokens(tokens, vocab, hidden)
     gradients = hidden * modules.stream * (tokens + vocab * modules.trained)
     return Logits(chunk * vocab * modules.compute + gradients, gradients)
+
+
+def count_fused_chunk_tokens(tokens: int, vocab: int, hidden: int) -> int:
+    """Return the tokens of one chunk of Liger's fused linear cross-entropy."""
+    return minimum(_round_up_to_power_of_2(ceil_div(tokens, ceil_div(vocab, hidden))), tokens)
 
 
 def _round_up_to_power_of_2(number: int) -> int:
