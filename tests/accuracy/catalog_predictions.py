@@ -32,7 +32,7 @@ def ignore_calibrations() -> Iterator[None]:
 
 RECENT = (SOURCE, "NeMo Automodel performance summary")
 """Sources with torch 2.11 or later: our own runs, and NVIDIA's containers 26.02 and 26.04."""
-_REENTRANT = {"full": {"forward": 1.0, "repeated": 1.0}}
+_REENTRANT = {"full": {"forward": 1.0, "repeated": 1.0, "backward": 1.0}}
 
 
 @contextmanager

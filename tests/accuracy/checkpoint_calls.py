@@ -61,6 +61,8 @@ def main() -> None:
     for recompute in ("full", "selective"):
         saving, both = time_layer(recompute)
         print(f"{recompute}: forward = {saving / forward:.1f}, repeated = {(both - backward) / forward:.1f}")
+    saving, fetching = time_layer("offload")
+    print(f"offload: forward = {saving / forward:.1f}, backward = {fetching / backward:.1f}")
 
 
 if __name__ == "__main__":

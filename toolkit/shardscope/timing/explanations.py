@@ -78,6 +78,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
         "offload": (
             f"{rates.host.bytes_per_second / 1e9:.1f} GB/s to the host, which updates "
             f"{rates.host_updates_per_second / 1e9:.1f} billion weights per second (Ren et al. 2021)"
+            + ("; nothing runs while activations are copied" if recipe.recompute == "offload" else "")
         ),
     }
     return f"{formulas[part]}{suffix} · {rates.source}"

@@ -159,17 +159,22 @@ class LayerWork:
         )
         calls = self.rates.get_checkpoint_calls(recipe.recompute, self.modules.kernels)
         # Every ``recompute_interval``-th layer is recomputed: this one stands for their mean.
-        slower = 1 + (calls.forward - 1) / recipe.recompute_interval
+        slower, slower_back = (
+            1 + (factor - 1) / recipe.recompute_interval for factor in (calls.forward, calls.backward)
+        )
         forward = self._add_launch_time(running, slower * num_kernels + own_forward)
         # Gradients of inputs and of weights are one matmul each (Kaplan et al. 2020, section 2.1); a frozen
         # matrix has only the first.
         backward = self._add_launch_time(
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
-            passes.kernels_backward
-            + own_backward
-            + eager * passes.kernels_eager_backward
-            + moe * passes.kernels_experts_backward
-            + num_adapters * (_ADAPTER_KERNELS[1] + recipe.use_dora * _DORA_KERNELS[1]),
+            slower_back
+            * (
+                passes.kernels_backward
+                + eager * passes.kernels_eager_backward
+                + moe * passes.kernels_experts_backward
+                + num_adapters * (_ADAPTER_KERNELS[1] + recipe.use_dora * _DORA_KERNELS[1])
+            )
+            + own_backward,
         )
         both = Operators(
             forward.matrices + backward.matrices,

@@ -94,12 +94,14 @@ class Passes(NamedTuple):
 
 
 class CheckpointCalls(NamedTuple):
-    """Host time of a layer's operators under torch's checkpoint, relative to without."""
+    """Host time of a layer's operators under torch's checkpoint, or its hooks, relative to without."""
 
     forward: float
     """In the forward, which saves only what the checkpoint keeps."""
     repeated: float
     """In the forward that backward repeats."""
+    backward: float
+    """In the rest of backward."""
 
 
 class LinkRate(NamedTuple):
@@ -143,7 +145,7 @@ class MeasuredCalls(NamedTuple):
         return messages * cast("float", np.exp(log_of_call))
 
 
-_NO_CHECKPOINT = CheckpointCalls(1.0, 1.0)
+_NO_CHECKPOINT = CheckpointCalls(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,7 @@ class Rates:
     operators: Mapping[str, Passes]
     """By ``Recipe.kernels``."""
     checkpoints: Mapping[str, CheckpointCalls]
-    """By ``Recipe.recompute``, of torch's checkpoint."""
+    """By ``Recipe.recompute``, of torch's checkpoint and of its hooks for saved tensors."""
     inside: LinkRate
     """Between the GPUs of a node."""
     collectives: Mapping[str, MeasuredCalls] = field(default_factory=dict)
@@ -219,9 +221,9 @@ class Rates:
         return self.operators[kernels]
 
     def get_checkpoint_calls(self, recompute: str, kernels: str) -> CheckpointCalls:
-        """Return the host time of recomputed operators, relative to others: 1 without torch's checkpoint.
+        """Return the host time of operators by ``Recipe.recompute``: 1 without torch's checkpoint and hooks.
 
-        Megatron has a checkpoint of its own, and compiled layers contain theirs.
+        Megatron has a checkpoint of its own. Compiled layers were not timed.
         """
         calls = self.checkpoints.get(recompute)
         return calls if calls and kernels in ("transformers", "liger") else _NO_CHECKPOINT
@@ -264,7 +266,7 @@ def look_up_rates(cluster: Cluster) -> Rates:
         operators=_build_passes(_get_or_default(table["unfused"], generation)["slowdown"]),
         checkpoints=MappingProxyType(
             {
-                name: CheckpointCalls(timed["forward"], timed["repeated"])
+                name: CheckpointCalls(timed["forward"], timed["repeated"], timed["backward"])
                 for name, timed in table["checkpoint"].items()
             }
         ),
