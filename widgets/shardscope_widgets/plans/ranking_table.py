@@ -97,7 +97,7 @@ def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | Non
     mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
     return (
         # The whole row can be clicked; its button is for the keyboard and screen readers.
-        f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark}"
+        f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark} "
         f"<button type='button' data-act='apply:{index}'>{name}</button></div>{note}</td>"
         f"<td>{plan.recipe.micro_batch_size}</td>"
         f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{format_short(rate)}</td>"

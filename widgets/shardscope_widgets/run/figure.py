@@ -29,9 +29,9 @@ from shardscope_widgets.run.panels import (
 MAX_LINES = 8
 """Maximum number of ranks with their own line."""
 ALL_RANKS = "all ranks"
+"""Label of a line that stands for every rank, as their values are equal."""
 WIDTH_FOR_TWO_LABELS = 280
 """Pixels of a chart whose title leaves room for both labels beside it; else the prediction alone is there."""
-"""Label of a line that stands for every rank, as their values are equal."""
 FIRST_STEPS = 40.0
 FIRST_MINUTES = 1 / 6
 FEW_POINTS = 10
@@ -364,6 +364,8 @@ def _create_figure() -> Chart:
             "showgrid": False,
             "rangemode": "tozero",
             "nticks": 6,
+            # Away from the vertical axis's 0.
+            "ticklabelstandoff": 5,
             "title": {"text": "step", "standoff": 4, "font": {"size": 11}},
         }
         axes[f"yaxis{number}"] = {
