@@ -37,11 +37,15 @@ def _clean(value: object) -> object:
 
 
 def print_text(text: str, indent: str = "") -> None:
-    """Print one paragraph, wrapped; its further lines start with ``indent``."""
-    wrapped = textwrap.fill(
-        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    print(wrapped)
+    """Print each line of ``text`` wrapped; what a line goes on with starts with ``indent``."""
+    for line in text.splitlines():
+        # Below the text of a list's item, not below its sign.
+        deeper = indent + "  " * line.startswith("- ")
+        print(
+            textwrap.fill(
+                line, WIDTH, subsequent_indent=deeper, break_long_words=False, break_on_hyphens=False
+            )
+        )
 
 
 def print_error(text: str) -> None:

@@ -187,8 +187,13 @@ def search_plans(options: argparse.Namespace) -> int:
 
 def _print_ranking(ranking: Ranking, limit: int) -> None:
     from shardscope.core.number_format import format_gib
+    from shardscope.planner.search.nearest_misses import explain_no_plan
     from shardscope.planner.search.ranking import AS_FAST
 
+    if not ranking.num_feasible:
+        print_text(explain_no_plan(ranking))
+        return
+    print(f"{ranking.num_feasible:,} of {ranking.num_evaluated:,} plans fit {ranking.cluster}")
     rows = [
         (
             number,
@@ -203,22 +208,14 @@ def _print_ranking(ranking: Ranking, limit: int) -> None:
         )
         for number, row in enumerate(ranking.to_frame(limit).to_dict("records"), 1)
     ]
-    print(f"{ranking.num_feasible:,} of {ranking.num_evaluated:,} plans fit {ranking.cluster}")
     if ranking.num_feasible > 1:
         near = f"{100 * (AS_FAST - 1):.0f} %"
         print(f"Order: plans within {near} of the fastest by fewest settings, the others by speed.")
     if ranking.unsaid:
         print_text(ranking.unsaid)
-    if rows:
-        print()
-        head = ("", "layout", "degrees", "recompute", "batch", "tok/s/GPU", "step s", "GiB")
-        print_table(head, rows, wrap=("layout", "degrees"))
-    if not ranking.num_feasible:
-        try:
-            _ = ranking.best
-        except ValueError as error:
-            print()
-            print_text(str(error))
+    print()
+    head = ("", "layout", "degrees", "recompute", "batch", "tok/s/GPU", "step s", "GiB")
+    print_table(head, rows, wrap=("layout", "degrees"))
 
 
 def _mark_memory(peak_bytes: int, usable_bytes: int, *, fits: bool) -> str:

@@ -40,9 +40,10 @@ def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
     if not len(rows):
         return ()
     # Rank by the missing share, not by bytes: 10 GiB of a node's memory is a smaller miss than 10 GiB of a
-    # GPU's.
-    short, seconds, owners = (
+    # GPU's. Many plans lack the same share of host memory: what else they lack decides, then speed.
+    short, total, seconds, owners = (
         ranking.missing_share[rows],
+        ranking.total_missing_share[rows],
         ranking.step_seconds[rows],
         ranking.owners(rows),
     )
@@ -53,41 +54,43 @@ def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
         positions = np.flatnonzero(np.array([name == framework for framework in names])[owners])
         if len(positions):
             positions = positions[short[positions] == short[positions].min()]
-            firsts.append(int(positions[np.argmin(seconds[positions])]))
+            firsts.append(int(positions[np.lexsort((seconds[positions], total[positions]))[0]]))
     firsts.sort(key=lambda position: float(short[position]))
     # Partition instead of sorting: there may be half a million rows, of which five are reported.
     last = min(MISSES, len(rows)) - 1
     near = np.flatnonzero(short <= np.partition(short, last)[last])
-    near = near[np.lexsort((seconds[near], short[near]))]
+    near = near[np.lexsort((seconds[near], total[near], short[near]))]
     chosen = rows[list(dict.fromkeys([*firsts, *near.tolist()]))[:MISSES]].tolist()
     return tuple(_build_miss(ranking, row) for row in chosen)
 
 
 def explain_no_plan(ranking: Ranking) -> str:
-    """Return the error message if nothing fits: the nearest misses, and why frameworks have no plan."""
+    """Return the error message if nothing fits: the nearest misses, and why frameworks have no plan, a line
+    each."""
     # Several frameworks often refuse a recipe for the same reason: print it once.
     refused: dict[str, list[str]] = {}
     for name, why in ranking.refused.items():
         refused.setdefault(why, []).append(name)
     reasons = [miss.text for miss in ranking.misses]
     reasons += [f"{', '.join(names)}: {why}" for why, names in refused.items()]
-    other = f" {describe_other_recipe(ranking.instead)}" if ranking.instead is not None else ""
+    other = f"\n{describe_other_recipe(ranking.instead)}" if ranking.instead is not None else ""
+    lines = "".join(f"\n- {reason}" for reason in reasons)
     return (
         f"No plan of {ranking.num_evaluated:,} for {ranking.architecture.name} fits {ranking.cluster}. "
-        f"Nearest misses: {'; '.join(reasons) or 'none, for no layout runs this recipe here'}.{other}"
+        f"Nearest misses:{lines or ' none, for no layout runs this recipe here'}{other}"
     )
 
 
 def describe_other_recipe(instead: Ranking) -> str:
-    """Return the text on the nearest other recipe and its best plan or nearest misses."""
+    """Return the text on the nearest other recipe and its best plan or nearest miss."""
     recipe, device = instead.recipe, name_device(instead.cluster)
     batch = f"a global batch of {recipe.global_batch_size:,}"
     changed = f"{batch}, the nearest that every {device} has an equal part of"
     if recipe.loss == "chunked":
         changed = "the loss in chunks (Recipe.loss='chunked'), which learns the same"
     if not instead.num_feasible:
-        misses = "; ".join(miss.text for miss in instead.misses)
-        return f"With {changed}, nothing fits either: {misses or 'no framework here has it'}."
+        nearest = f"the nearest is {instead.misses[0].text}" if instead.misses else "no framework here has it"
+        return f"With {changed}, nothing fits either: {nearest}."
     row = int(instead.order[0])
     rate = instead.tokens_per_second_per_gpu[row]
     return f"With {changed}: {_describe_plan(instead, row)}, {rate:,.0f} tokens/s per {device}."

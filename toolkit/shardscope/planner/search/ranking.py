@@ -261,6 +261,14 @@ class Ranking:
             share = np.maximum(share, short / max(1, self.rooms[name]))
         return share
 
+    @cached_property
+    def total_missing_share(self) -> NDArray[np.float64]:
+        """Return the sum of the missing shares of all kinds of memory; 0 if the plan fits."""
+        share = np.zeros(self.num_evaluated)
+        for name, short in self.lacks.items():
+            share += np.maximum(0.0, short / max(1, self.rooms[name]))
+        return share
+
     def to_frame(self, limit: int | None = None) -> pd.DataFrame:
         """Return a frame with a row for each plan, at most ``limit``: feasible ones as in :attr:`order`, then
         the nearest misses."""
@@ -271,7 +279,8 @@ class Ranking:
             # Fill the table with the nearest misses, so that a cluster that is too small has more than an
             # empty frame.
             misses = np.flatnonzero(~self.feasible)
-            misses = misses[np.lexsort((self.step_seconds[misses], self.missing_share[misses]))]
+            keys = (self.step_seconds, self.total_missing_share, self.missing_share)
+            misses = misses[np.lexsort([key[misses] for key in keys])]
             rows = np.concatenate([rows, misses])[:limit]
         columns: dict[str, object] = {
             "framework": self.framework[rows],
