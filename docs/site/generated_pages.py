@@ -67,6 +67,7 @@ TOPICS = (
             "shardscope.planner.search.ranking.Ranking",
             "shardscope.planner.advice.advice.Advice",
             "shardscope.planner.repairs.repairs.Repair",
+            "shardscope.planner.repairs.make_it_fit.Fit",
         ),
     ),
     Topic("runs", ("runs", "training", "frameworks"), ("shardscope.runs.sweep.Sweep",)),

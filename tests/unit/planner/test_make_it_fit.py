@@ -90,7 +90,7 @@ def test_more_gpus_or_adapters_come_last_and_are_named() -> None:
 
 
 def test_a_plan_that_fits_needs_nothing() -> None:
-    assert make_it_fit(make_plan("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2())) is None
+    assert make_plan("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2()).make_it_fit() is None
 
 
 def test_a_plan_with_unknown_host_memory_is_not_reported_as_fitting() -> None:

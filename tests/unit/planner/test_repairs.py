@@ -101,7 +101,7 @@ def test_the_smallest_sufficient_step_is_offered() -> None:
 def test_no_change_is_offered_if_none_is_sufficient() -> None:
     """The ones on the way to a combination are for the combination."""
     plan = make_plan("llama-3.1-405b", micro_batch_size=8)
-    assert plan.repairs() == [] and "make_it_fit(plan)" in str(plan.repairs())
+    assert plan.repairs() == [] and "plan.make_it_fit()" in str(plan.repairs())
     found = find_steps(plan)
     assert 0 < len(found) <= 6
     assert not any(repair.plan.memory().fits for repair in found)

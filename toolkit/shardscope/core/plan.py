@@ -21,6 +21,7 @@ from shardscope.prediction.support import check_sequence, check_supported, check
 if TYPE_CHECKING:
     from shardscope.core.finding import Finding
     from shardscope.memory.report import MemoryReport
+    from shardscope.planner.repairs.make_it_fit import Fit
     from shardscope.planner.repairs.repairs import Repair
     from shardscope.rehearsal.process import Progress
     from shardscope.runs.run import Run
@@ -135,11 +136,22 @@ class Plan(Serializable):
 
         Each is ``(change, plan, bytes_won, seconds_lost)``, is sufficient alone, and makes the step at most
         three times as long. The list is empty if the plan fits already, in host memory and NVMe too, or if no
-        single change is enough; then ``planner/repairs/make_it_fit.py`` combines several.
+        single change is enough; then :meth:`make_it_fit` combines several.
         """
         from shardscope.planner.repairs.repairs import find_repairs
 
         return find_repairs(self)
+
+    def make_it_fit(self) -> Fit | None:
+        """Return the cheapest combination of changes that makes the plan fit, with the least step time.
+
+        None if the plan fits, or nothing does. The loss curve, the model and the GPUs stay the same if that
+        is possible, and then the framework; the result's ``text`` names every change. The order of what is
+        tried is that of :func:`shardscope.planner.repairs.make_it_fit.make_it_fit`.
+        """
+        from shardscope.planner.repairs.make_it_fit import make_it_fit
+
+        return make_it_fit(self)
 
     def findings(self, task: object = None, runs: Iterable[Run] | None = ()) -> list[Finding]:
         """Return the preflight findings, worst first: what runs but wastes time or spoils the result.

@@ -23,7 +23,7 @@ MAX_TIMES_SLOWER = 3.0
 """Largest ratio of step times for a change to be offered: beyond it, several changes together, or another
 framework, are nearly always better (:mod:`shardscope.planner.repairs.make_it_fit`)."""
 
-COMBINE = "make_it_fit(plan) of shardscope.planner.repairs.make_it_fit"
+COMBINE = "plan.make_it_fit()"
 """The function that combines changes, as text for messages."""
 
 _NO_REPAIR = f"No single change: the plan fits, or only several together make it fit, by {COMBINE}."
