@@ -610,3 +610,16 @@ def short_of_room(plan: ss.Plan) -> ss.Plan:
     used = plan.memory().peak_bytes + 1024
     gpu = replace(plan.cluster.gpu, name="small", memory_bytes=used, usable_bytes=used)
     return replace(plan, cluster=replace(plan.cluster, gpu=gpu))
+
+
+def test_a_mask_with_which_cudnn_returns_nan_is_reported() -> None:
+    name = "masked-attention-can-be-nan"
+    finding = find_only(make_plan("qwen2.5-7b", packing=True, seq_len=2112), name)
+    assert finding.plan is not None and finding.plan.recipe.seq_len == 2048
+    assert find_by_name(finding.plan, name) is None
+    # Without a mask, with a kernel that takes none, and on other GPUs.
+    assert find_by_name(make_plan("qwen2.5-7b", seq_len=2112), name) is None
+    assert find_by_name(make_plan("qwen2.5-7b", packing=True, seq_len=2112, attention="flash"), name) is None
+    assert find_by_name(make_plan("qwen2.5-7b", "8xa100-sxm-80gb", packing=True, seq_len=2112), name) is None
+    # A sliding window that is shorter than the sequence is a mask too.
+    find_only(make_plan("mistral-7b", seq_len=4160), name)
