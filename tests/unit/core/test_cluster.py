@@ -244,6 +244,18 @@ def test_detects_the_largest_group_of_equal_gpus(monkeypatch: pytest.MonkeyPatch
     assert str(Cluster.detect()) == "1xl4-24gb"
 
 
+@pytest.mark.parametrize(
+    ("capability", "generation"),
+    [((5, 2), None), ((8, 6), "ampere"), ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 3), "blackwell-ultra")],
+)
+def test_unknown_gpus_have_the_generation_of_their_compute_capability(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], generation: str | None
+) -> None:
+    pretend_driver(monkeypatch, [("NVIDIA Unknown", 34_190_917_632)])
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlDeviceGetCudaComputeCapability", lambda _: capability)
+    assert Cluster.detect().gpu.architecture == generation
+
+
 def test_unknown_gpus_have_only_the_figures_of_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
