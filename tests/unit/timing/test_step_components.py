@@ -175,6 +175,16 @@ def test_offloaded_activations_are_copied_while_nothing_else_runs() -> None:
     assert slow_link.parts["offload"] == pytest.approx(20 * fast_link.parts["offload"])
 
 
+def test_other_stages_wait_for_the_copies_of_offloaded_activations() -> None:
+    """Each micro-batch has them, as it has arithmetic: a pipeline's bubble is longer by its share."""
+    layout = ss.Layout.fsdp2(pp=2)
+    report = predict_step(layout=layout, recompute="offload", global_batch_size=16)
+    plain = predict_step(layout=layout, global_batch_size=16)
+    # Two equal stages: the bubble is the other stage's time for one of the 4 micro-batches.
+    longer = report.parts["bubble"] - plain.parts["bubble"]
+    assert longer == pytest.approx(report.parts["offload"] / 4, rel=0.1)
+
+
 def test_cpu_offload_includes_the_optimizer_step_on_the_host() -> None:
     report = predict_step(layout=ss.Layout.fsdp2(offload="cpu"))
     update_seconds = ss.models["llama-3.1-8b"].num_parameters / look_up_rates(NODE).host_updates_per_second

@@ -37,15 +37,18 @@ def _clean(value: object) -> object:
 
 
 def print_text(text: str, indent: str = "") -> None:
-    """Print each line of ``text`` wrapped; what a line goes on with starts with ``indent``."""
-    for line in text.splitlines():
-        # Below the text of a list's item, not below its sign.
-        deeper = indent + "  " * line.startswith("- ")
-        print(
-            textwrap.fill(
-                line, WIDTH, subsequent_indent=deeper, break_long_words=False, break_on_hyphens=False
-            )
+    """Print each line of ``text`` wrapped; all that comes after the first line starts with ``indent``."""
+    for number, line in enumerate(text.splitlines() or [""]):
+        wrapped = textwrap.fill(
+            line,
+            WIDTH,
+            initial_indent=indent if number else "",
+            # Below the text of a list's item, not below its sign.
+            subsequent_indent=indent + "  " * line.startswith("- "),
+            break_long_words=False,
+            break_on_hyphens=False,
         )
+        print(wrapped)
 
 
 def print_error(text: str) -> None:

@@ -248,7 +248,7 @@ def show_trace(options: argparse.Namespace) -> int:
         )
         return 0
     for sentence in summary.sentences:
-        print_text(f"- {sentence}", "  ")
+        print_text(f"- {sentence}")
     if written:
         print(written)
     return 0

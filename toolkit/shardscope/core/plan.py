@@ -143,11 +143,11 @@ class Plan(Serializable):
         return find_repairs(self)
 
     def make_it_fit(self) -> Fit | None:
-        """Return the cheapest combination of changes that makes the plan fit, with the least step time.
+        """Return the cheapest combination of changes that makes the plan fit, in predicted step time.
 
-        None if the plan fits, or nothing does. The loss curve, the model and the GPUs stay the same if that
-        is possible, and then the framework; the result's ``text`` names every change. The order of what is
-        tried is that of :func:`shardscope.planner.repairs.make_it_fit.make_it_fit`.
+        None if the plan fits, if nothing makes it fit, or if there are no formulas for it. Changes of the
+        layout come first, then another framework, and only then what is trained and the GPUs
+        (:func:`shardscope.planner.repairs.make_it_fit.make_it_fit`); the result's ``text`` names each.
         """
         from shardscope.planner.repairs.make_it_fit import make_it_fit
 

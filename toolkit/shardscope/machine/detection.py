@@ -27,7 +27,7 @@ GENERATIONS = {
     (9, 0): "hopper",
     (10, 0): "blackwell",
     (10, 3): "blackwell-ultra",
-    (11, 0): "blackwell",
+    (11, 0): "blackwell-thor",
     (12, 0): "blackwell-rtx",
 }
 """GPU generations by the compute capability that they begin with

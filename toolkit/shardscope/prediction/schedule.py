@@ -317,7 +317,7 @@ def _build_single_stage(plan: Plan, pipeline: Pipeline) -> PipelineSchedule:
     parts = plan.step().parts
     ending = (
         ("communication", parts["gathers"] + parts["gradients"]),
-        ("update", parts["optimizer"] + parts["offload"]),
+        ("update", parts["optimizer"] + parts["offload"] - stage.copied),
     )
     blocks: list[Block] = []
     now = 0.0

@@ -31,6 +31,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
     keys = "all seq_len x seq_len (a mask of packed documents skips none)" if has_mask else "causal"
     # With a capacity, the tokens beyond it are dropped, so it replaces the imbalance (Fedus et al. 2021).
     load = recipe.expert_capacity_factor or recipe.expert_imbalance
+    calls = rates.get_checkpoint_calls(recipe.recompute, plan.kernels)
     longer = "" if passes.slowdown == 1 else f"{passes.slowdown:g} times as long as "
     memory = f"{rates.get_memory_bandwidth() / 1e12:.2f} TB/s"
     formulas: dict[Part, str] = {
@@ -49,12 +50,10 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
         "elementwise": (
             f"{passes.forward:g} bytes moved forward and {passes.backward:g} backward for each byte that the "
             f"{plan.kernels} modules save, {longer}at {memory}, or as long as the host takes to start the "
-            "kernels"
+            f"kernels{_describe_host(recipe, calls)}"
         ),
         "loss": f"logits, their fp32 copies and gradients written and read once at {memory}",
-        "recomputation": _describe_recomputation(
-            recipe, rates.get_checkpoint_calls(recipe.recompute, plan.kernels)
-        ),
+        "recomputation": _describe_recomputation(recipe, calls),
         "tensor_parallel": (
             f"tp={degrees.tp}: two reductions a layer forward and two backward (Shoeybi et al. 2019, figure "
             "4; Korthikanti et al. 2022, section 4.2.2)"
@@ -78,10 +77,17 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
         "offload": (
             f"{rates.host.bytes_per_second / 1e9:.1f} GB/s to the host, which updates "
             f"{rates.host_updates_per_second / 1e9:.1f} billion weights per second (Ren et al. 2021)"
-            + ("; nothing runs while activations are copied" if recipe.recompute == "offload" else "")
+            + ("; no arithmetic runs while activations are copied" if recipe.recompute == "offload" else "")
         ),
     }
     return f"{formulas[part]}{suffix} · {rates.source}"
+
+
+def _describe_host(recipe: Recipe, calls: CheckpointCalls) -> str:
+    """Return how much longer the host takes for each operator, outside of what is recomputed."""
+    phases = (("forward", calls.forward), ("backward", calls.backward))
+    slower = [f"{factor:g} times as long {phase}" for phase, factor in phases if factor != 1]
+    return f" ({' and '.join(slower)} with recompute={recipe.recompute!r})" if slower else ""
 
 
 def _describe_recomputation(recipe: Recipe, calls: CheckpointCalls) -> str:

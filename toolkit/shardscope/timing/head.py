@@ -75,18 +75,15 @@ def compute_end_seconds(work: LayerWork, stage: Stage) -> EndSeconds:
     loss = stage.is_last * tokens * 2 * (logits.forward + logits.backward) / work.memory
     # The gradient of the input is always needed, that of the weights only if they train.
     gradients = (1 + modules.trained) * product
-    passes = work.passes
-    kernels, kernels_back = passes.kernels_ends_forward, passes.kernels_ends_backward
     if kind == "fused" and modules.kernels != "megatron":
-        # Forward computes the gradients too, chunk by chunk; backward only scales them.
-        kernels = kernels + chunks * passes.kernels_loss_chunk
-        waiting = work.compute_waiting(kernels, product + gradients + loss) + work.compute_waiting(
-            kernels_back, 0.0
-        )
+        # Liger's forward computes the gradients too, chunk by chunk; backward only scales them.
+        passes = work.rates.get_passes("liger")
+        kernels = passes.kernels_ends_forward + chunks * passes.kernels_loss_chunk
+        waiting = work.compute_waiting(kernels + passes.kernels_ends_backward, product + gradients + loss)
     else:
-        waiting = work.compute_waiting(kernels, product + loss / 2) + work.compute_waiting(
-            kernels_back, gradients + loss / 2
-        )
+        passes = work.passes
+        waiting = work.compute_waiting(passes.kernels_ends_forward, product + loss / 2)
+        waiting = waiting + work.compute_waiting(passes.kernels_ends_backward, gradients + loss / 2)
     return EndSeconds(
         forward=product,
         backward=gradients,

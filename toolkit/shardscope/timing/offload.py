@@ -28,20 +28,17 @@ _NOTHING = HostSeconds(0.0, 0.0)
 def compute_host_seconds(
     plan: Plan,
     traffic: StateTraffic,
-    dropped: float,
     compute_forward: Callable[[], float],
     compute_backward: Callable[[], float],
     rates: Rates,
 ) -> HostSeconds:
-    """Return the exposed and the overlapped seconds of a step's host traffic.
+    """Return the exposed and the overlapped seconds of a step's host traffic for the training state.
 
-    The link is full duplex, so in backward the busier direction counts. ``dropped``: bytes of activations
-    that are offloaded in forward and fetched in backward. Nothing overlaps with these copies, which are
-    operators of the layer (``training/model/recompute.py``, as torch's ``save_on_cpu``). The callables return
-    the seconds that other transfers can overlap with. The ranks of a node share its drives and CPU, whose
-    optimizer step starts after backward (Ren et al. 2021, section 4.1).
+    The link is full duplex, so in backward the busier direction counts. The callables return the seconds that
+    transfers can overlap with. The ranks of a node share its drives and CPU, whose optimizer step starts
+    after backward (Ren et al. 2021, section 4.1).
     """
-    if traffic.uses_no_host and _is_zero(dropped):
+    if traffic.uses_no_host:
         return _NOTHING
     forward, backward = compute_forward(), compute_backward()
     # 1. The link between GPU and host, while arithmetic runs and after it.
@@ -49,7 +46,7 @@ def compute_host_seconds(
     going_forward = traffic.fetched_forward / link
     going_backward = maximum(traffic.fetched_backward, traffic.returned_backward) / link
     hidden = minimum(going_forward, forward) + minimum(going_backward, backward)
-    exposed = going_forward + going_backward - hidden + (traffic.returned_after + 2 * dropped) / link
+    exposed = going_forward + going_backward - hidden + traffic.returned_after / link
     # 2. The CPU optimizer, which starts when all gradients are on the host.
     per_node = plan.cluster.gpus_per_node
     exposed = exposed + traffic.updated_on_host * per_node / rates.host_updates_per_second

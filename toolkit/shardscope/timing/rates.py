@@ -279,7 +279,9 @@ def look_up_rates(cluster: Cluster) -> Rates:
 
 
 def prefers_cudnn_attention(gpu: Gpu) -> bool:
-    """Return whether ``scaled_dot_product_attention`` takes cuDNN's kernels in bf16 and fp16: on sm90, sm10x.
+    """Return whether ``scaled_dot_product_attention`` takes cuDNN's kernels in bf16 and fp16.
+
+    It does on compute capability 9.0, 10.0 and 10.3.
 
     Source: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
     ``check_prefer_cudnn_attention``, with cuDNN above 9.15.0, as in torch's CUDA 13 wheels from 2.11 on;
@@ -292,6 +294,9 @@ def _describe_figures(generation: str | None, fitted: Mapping[str, Mapping[str, 
     """Return the source of a GPU generation's figures in catalog/efficiency.toml, as text for the user."""
     if generation is None or _get_generation(fitted, generation) is None:
         return "default efficiency figures, because none were fitted for this GPU generation"
+    if generation not in fitted:
+        name = generation.split("-")[0].title()
+        return f"efficiency figures for {name} GPUs of data centers: none were fitted for {generation}"
     name = generation.replace("-", " ").title()
     return f"efficiency figures for {name} GPUs, fitted to published runs"
 

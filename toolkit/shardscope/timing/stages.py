@@ -44,7 +44,9 @@ class StageSeconds(NamedTuple):
     hidden_offload: float
     """Seconds of host link and NVMe transfers overlapped with arithmetic."""
     forward: float
-    """Seconds of the arithmetic in the forward of one micro-batch."""
+    """Seconds of arithmetic and of activations' copies in the forward of one micro-batch."""
+    copied: float
+    """Seconds in which offloaded activations are copied there and back: a part of ``parts["offload"]``."""
 
     @property
     def busy(self) -> float:
@@ -55,7 +57,7 @@ class StageSeconds(NamedTuple):
     def repeated(self) -> float:
         """The part of them that repeats with each micro-batch."""
         parts = self.parts
-        return sum([parts[part] for part in PER_MICRO_BATCH_PARTS])
+        return sum([parts[part] for part in PER_MICRO_BATCH_PARTS]) + self.copied
 
 
 class _Overlappable(NamedTuple):
@@ -71,6 +73,15 @@ class _Overlappable(NamedTuple):
     attention: float = 0.0
     attention_forward: float = 0.0
     """The part of ``attention`` in ``forward``; the rest is in ``backward``."""
+
+    def add_copies(self, seconds: float, micro_batches: int) -> _Overlappable:
+        """Return the same with ``seconds`` of copies in each forward and each backward."""
+        return self._replace(
+            forward=self.forward + micro_batches * seconds,
+            backward=self.backward + micro_batches * seconds,
+            last_backward=self.last_backward + seconds,
+            first_forward=self.first_forward + seconds,
+        )
 
 
 def prepare_layers(plan: Plan, modules: Modules, rates: Rates, model: TimingModel) -> LayerWork:
@@ -88,6 +99,12 @@ def compute_stage_seconds(work: LayerWork, stage: Stage) -> StageSeconds:
     micro_batches = plan.num_micro_batches
     # Arithmetic first: it bounds how many seconds of the collectives below can overlap.
     parts, arithmetic, dropped, forward = _compute_arithmetic(work, stage, micro_batches)
+    # Copies of offloaded activations are operators of their layers (``training/model/recompute.py``).
+    copying: float = 0.0
+    running = arithmetic
+    if plan.recipe.recompute == "offload":
+        copying = dropped / rates.host.bytes_per_second
+        running = arithmetic.add_copies(copying, micro_batches) if plan.on_gpu else arithmetic
     # Collectives of the training state differ by framework; those of parallel layers do not, and are the
     # same on every stage, so that ``work`` has them already.
     traffic = work.model.state_traffic(plan, stage)
@@ -95,37 +112,39 @@ def compute_stage_seconds(work: LayerWork, stage: Stage) -> StageSeconds:
     repeated = [(calls.number(work, stage), calls.each) for calls in work.parallel]
     for number, collectives in repeated:
         state.add(number, collectives)
-    exposed, shares = _split_exposed(state, arithmetic, micro_batches)
+    exposed, shares = _split_exposed(state, running, micro_batches)
     for part, seconds in exposed.items():
         parts[part] = parts[part] + seconds
     # Local copies that stage collectives are memory-bound, and overlap with nothing.
     parts["gathers"] = parts["gathers"] + traffic.copied_for_gathers / work.memory
     parts["gradients"] = parts["gradients"] + traffic.copied_for_gradients / work.memory
     parts["optimizer"] = compute_update_seconds(plan, stage, traffic.updated, traffic.main_copies, rates)
-    # Host transfers have a link of their own: they overlap with all arithmetic, and with the collectives
-    # that it waits for.
+    # Host transfers of the training state have a link of their own: they overlap with all arithmetic, and
+    # with the collectives that it waits for.
     host = compute_host_seconds(
         plan,
         traffic,
-        dropped,
         lambda: arithmetic.forward + _sum_exposed(state, shares, ("first_forward", "forward")),
         lambda: arithmetic.backward + _sum_exposed(state, shares, ("last_backward", "backward")),
         rates,
     )
-    parts["offload"] = host.exposed
+    copied = 2 * micro_batches * copying
+    parts["offload"] = host.exposed + copied
     return StageSeconds(
         parts,
         lambda: repeat_collectives([*repeated, (1, state)], shares),
         lambda: _sum_hidden(state.overlappable, shares),
         host.hidden,
-        forward,
+        forward + copying,
+        copied,
     )
 
 
 def _compute_arithmetic(
     work: LayerWork, stage: Stage, micro_batches: int
 ) -> tuple[dict[Part, float], _Overlappable, float, float]:
-    """Return the parts with arithmetic, what can overlap collectives, offloaded bytes, and one forward."""
+    """Return the parts with arithmetic, what can overlap collectives, and of one micro-batch the offloaded
+    bytes and the seconds of forward."""
     recipe = work.plan.recipe
     forward: float = 0.0
     matrices: float = 0.0
@@ -175,7 +194,7 @@ def _compute_arithmetic(
         "loss": micro_batches * loss,
         "recomputation": micro_batches * recomputation,
     }
-    return parts, arithmetic, micro_batches * dropped, forward
+    return parts, arithmetic, dropped, forward
 
 
 def _split_exposed(

@@ -31,11 +31,11 @@ def check_masked_attention(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="masked-attention-can-be-nan",
         severity="warning",
-        why=f"Attention gets a mask, and seq_len={recipe.seq_len:,} is 64 more than a multiple of 128: from "
-        "torch 2.11 on, scaled_dot_product_attention takes cuDNN's kernels on this GPU, whose backward then "
-        "returns NaN where all scores of a query are far below zero, as in Qwen 2.5 "
-        "(https://github.com/pytorch/pytorch/issues/196678).",
+        why=f"Attention gets a mask, and seq_len={recipe.seq_len:,} is 64 more than a multiple of 128. "
+        "On this GPU scaled_dot_product_attention takes cuDNN's kernels (torch 2.11 and later), and with "
+        "cuDNN before 9.26 (torch 2.13 has 9.20) their backward returns NaN where all scores of a query are "
+        "far below zero, as in Qwen 2.5 (https://github.com/pytorch/pytorch/issues/196678).",
         number=float(recipe.seq_len),
-        change=f"seq_len={seq_len}",
+        change=f"seq_len={seq_len}, or torch.backends.cuda.enable_cudnn_sdp(False)",
         plan=replace_plan_fields(plan, recipe={"seq_len": seq_len}),
     )

@@ -55,7 +55,7 @@ def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
         if len(positions):
             positions = positions[short[positions] == short[positions].min()]
             firsts.append(int(positions[np.lexsort((seconds[positions], total[positions]))[0]]))
-    firsts.sort(key=lambda position: float(short[position]))
+    firsts.sort(key=lambda position: (short[position], total[position], seconds[position]))
     # Partition instead of sorting: there may be half a million rows, of which five are reported.
     last = min(MISSES, len(rows)) - 1
     near = np.flatnonzero(short <= np.partition(short, last)[last])

@@ -36,9 +36,11 @@ def compute_step_seconds(table: Table, plans: Plan, stage: Stage) -> NDArray[np.
     # Seconds of every row: one kind of stage of one plan.
     model = frameworks[plans.layout.framework].timing_model()
     layers = prepare_layers(plans, find_modules(plans), select_rates(plans.cluster), model)
-    parts = compute_stage_seconds(layers, stage).parts
-    through_stage = sum_columns([parts[part] for part in PER_MICRO_BATCH_PARTS])
-    in_step = sum_columns([through_stage, *(parts[part] for part in PER_STEP_PARTS)])
+    seconds = compute_stage_seconds(layers, stage)
+    parts = seconds.parts
+    repeated = sum_columns([parts[part] for part in PER_MICRO_BATCH_PARTS])
+    in_step = sum_columns([repeated, *(parts[part] for part in PER_STEP_PARTS)])
+    through_stage = sum_columns([repeated, seconds.copied])
     busy = table.split_by_position(table.rows.expand(in_step, np.float64))
     flowing = table.split_by_position(table.rows.expand(through_stage, np.float64))
 
