@@ -215,6 +215,7 @@ class RunView(View):
             self.run = None
             for panel in self._merging.values():
                 panel.close()
+            self.legend.close()  # It has a place in the view only once a run was shown.
             super().close()
 
     def refresh(self) -> bool:
