@@ -314,6 +314,9 @@ def _get_settings(arch: Architecture, recipe: Recipe, layout: ZeroLayout, on_gpu
     half = widths[recipe.precision].compute
     offloads_gradients = layout.offload_optimizer == "cpu"
     swaps = "nvme" in (layout.offload_params, layout.offload_optimizer)
+    # Recomputation gathers partitioned weights again; stages 0 to 2 have all weights, and equal settings share
+    # their counts.
+    recomputes_layers = layout.stage == 3 and recipe.recompute in ("full", "selective")
     return _Settings(
         arch,
         get_adapters(recipe),
@@ -321,7 +324,7 @@ def _get_settings(arch: Architecture, recipe: Recipe, layout: ZeroLayout, on_gpu
         half,
         bool(layout.overlap_comm),
         layout.sub_group_size,
-        recipe.recompute_interval if recipe.recompute in ("full", "selective") else 0,
+        recipe.recompute_interval if recomputes_layers else 0,
         Stage3Options(
             param_persistence_threshold=layout.stage3_param_persistence_threshold,
             prefetch_bucket_size=layout.prefetched_elements,
