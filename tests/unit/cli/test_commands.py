@@ -57,6 +57,12 @@ def assert_fits_in_80_columns(text: str) -> None:
     assert max(map(len, text.splitlines())) <= 80, text
 
 
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "shardscope", "--version"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == f"shardscope {ss.__version__}\n"
+
+
 def test_the_installed_command_is_this_program() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["shardscope"].partition(":")
@@ -177,6 +183,9 @@ def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--partition", "a"], "nothing without --on slurm"),
         (["launch", "--model", "2m", "--on", "ray", "--qos", "a"], "nothing without --on slurm"),
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--on", "pbs"], "invalid choice: 'pbs'"),
+        (["plan", "--modle", "2m"], "Nearest fix: --model."),
+        (["plan", "--gpus", "8"], "Nearest fix: shardscope plan --help."),
+        (["plan", "one.json", "two.json"], "unrecognized arguments: two.json"),
         (["attach", "missing"], "does not exist"),
         (["trace", "missing"], "missing"),
     ],

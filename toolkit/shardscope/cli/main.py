@@ -8,6 +8,7 @@ import sys
 import warnings
 
 from shardscope.cli import planning, running
+from shardscope.core.errors import find_similar, refuse
 from shardscope.core.version import __version__
 
 DESCRIPTION = "Plan, launch and look inside multi-GPU training runs."
@@ -45,10 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: the process's) and return the exit code."""
-    options = build_parser().parse_args(arguments)
+    options, unknown = build_parser().parse_known_args(arguments)
     # A warning's file and line are those of our code, of no use here.
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     try:
+        _check_unknown(options.parser, unknown)
         code: int = options.run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -61,6 +63,19 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"shardscope: {error}", file=sys.stderr)
         return 2
     return code
+
+
+def _check_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Raise ``ValueError`` for ``words`` of the command line that ``parser`` did not accept."""
+    for word in words:
+        if word.startswith("-"):
+            option = word.partition("=")[0]
+            # argparse has no public list of a parser's options.
+            known = sorted(name for name in parser._option_string_actions if name.startswith("--"))
+            fix = find_similar(option, known) or f"{parser.prog} --help"
+            refuse("option", option, ", ".join(known), fix)
+    if words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
 
 
 if __name__ == "__main__":

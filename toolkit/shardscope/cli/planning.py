@@ -46,6 +46,8 @@ def add_command(commands: Commands, name: str, summary: str, examples: str) -> a
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    # For the error message of an unknown option (``main.py``).
+    parser.set_defaults(parser=parser)
     return parser
 
 

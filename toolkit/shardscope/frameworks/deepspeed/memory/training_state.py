@@ -314,8 +314,8 @@ def _get_settings(arch: Architecture, recipe: Recipe, layout: ZeroLayout, on_gpu
     half = widths[recipe.precision].compute
     offloads_gradients = layout.offload_optimizer == "cpu"
     swaps = "nvme" in (layout.offload_params, layout.offload_optimizer)
-    # Recomputation gathers partitioned weights again; stages 0 to 2 have all weights, and equal settings share
-    # their counts.
+    # Only stage 3 gathers weights again for recomputation. For other stages the settings do not name it, so
+    # that their counts are found once for all recomputation.
     recomputes_layers = layout.stage == 3 and recipe.recompute in ("full", "selective")
     return _Settings(
         arch,
