@@ -344,6 +344,9 @@ def test_a_batch_that_no_layout_divides_gets_the_nearest_one() -> None:
     assert found.instead is not None and found.instead.best.recipe.global_batch_size == 7
     with pytest.raises(ValueError, match=r"With a global batch of 7, .*: DDP.* tokens/s per GPU"):
         _ = found.best
+    chunked = ss.Recipe(global_batch_size=8, loss="chunked")
+    with pytest.raises(ValueError, match=r"With a global batch of 7, "):
+        _ = ss.search(LLAMA, found.cluster, chunked, ["ddp"]).best
     larger = ss.search(
         ss.models["llama-3.1-405b"], found.cluster, ss.Recipe(global_batch_size=8), frameworks=["ddp"]
     )

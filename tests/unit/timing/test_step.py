@@ -110,6 +110,32 @@ def test_hardware_flops_include_recomputation() -> None:
     assert "one layer of 7" in partly_recomputed.explain("recomputation")
 
 
+def test_a_mask_of_a_sliding_window_hides_scores_that_are_computed() -> None:
+    """SDPA gets the window as a mask, and its kernels skip nothing; FlashAttention gets it as a number."""
+    windowed = build_plan("mistral-7b", seq_len=8192, global_batch_size=64)
+    whole = replace(
+        windowed,
+        architecture=replace(windowed.architecture, sliding_window=None, sliding_window_layers=0),
+    )
+    masked, plain = windowed.step(), whole.step()
+    assert masked.parts["attention"] == pytest.approx(2 * plain.parts["attention"])
+    assert masked.hardware_flops > plain.hardware_flops > masked.model_flops
+    assert "all scores" in masked.explain("attention")
+    flash, flash_whole = (
+        replace(plan, recipe=replace(plan.recipe, attention="flash")).step() for plan in (windowed, whole)
+    )
+    assert flash.parts["attention"] == pytest.approx(3 / 4 * flash_whole.parts["attention"])
+    assert "the window" in flash.explain("attention")
+
+
+def test_a_familys_own_attention_by_name_changes_nothing() -> None:
+    """Gemma 2 is eager without a choice of attention."""
+    own, named = (build_plan("gemma-2-2b", seq_len=8192, attention=one).step() for one in (None, "eager"))
+    assert own.parts == named.parts
+    assert own.hardware_flops == named.hardware_flops
+    assert own.explain("attention") == named.explain("attention")
+
+
 def test_frozen_weights_count_four_flops_each() -> None:
     """With 6 FLOPs for a frozen weight, the model FLOPs would exceed those that the GPUs execute."""
     full, lora = build_plan().step(), build_plan(method="lora").step()
@@ -278,6 +304,22 @@ def test_megatron_overlap_flags_reduce_exposed_communication() -> None:
     assert reduced.parts["gradients"] < plain.parts["gradients"]
     assert gathered.parts["gathers"] < reduced.parts["gathers"]
     assert buffers.parts["tensor_parallel"] < plain.parts["tensor_parallel"]
+
+
+def test_nvme_takes_time_on_cpu_ranks_too() -> None:
+    """The host is the device there, but its drives are not."""
+    gpu = replace(EIGHT.gpu, vendor="cpu")
+    cluster = replace(EIGHT, gpu=gpu, nvme_bytes=2**44, nvme_bandwidth_bytes_per_second=20e9)
+
+    def predict_offload(**options: str) -> float:
+        layout = ss.Layout.zero(stage=3, **options)  # type: ignore[arg-type]
+        return ss.Plan(ss.models["llama-3.1-8b"], cluster, ss.Recipe(), layout).step().parts["offload"]
+
+    # Eight ranks read and write 12 bytes of optimizer state for each weight.
+    weights = ss.models["llama-3.1-8b"].num_parameters
+    optimizer = predict_offload(offload_optimizer="nvme")
+    assert optimizer == pytest.approx(2 * 12 * weights / 20e9, rel=1e-3)
+    assert predict_offload(offload_optimizer="nvme", offload_params="nvme") > optimizer
 
 
 def test_cpu_offload_is_slower_and_nvme_offload_slowest() -> None:

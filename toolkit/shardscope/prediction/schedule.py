@@ -253,7 +253,7 @@ def _check_interleaved(plan: Plan, chunks: int) -> None:
         refuse(
             "schedule",
             "interleaved",
-            f"micro-batches in rounds of {pp}; the plan has {micro_batches}",
+            f"micro-batches in equal rounds of about pp={pp}; the plan has {micro_batches}",
             "'1f1b'",
         )
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.memory.activations.forward import find_modules
-from shardscope.timing.layers import HALF_PEAKS, PEAKS, find_fused_attention
+from shardscope.memory.activations.modules.attention import is_unfused
+from shardscope.timing.layers import HALF_PEAKS, PEAKS, find_attention_kernels
+from shardscope.timing.matmul import count_attention_keys
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.timing.rates import CheckpointCalls, Rates
     from shardscope.timing.report import Part
 
@@ -18,17 +21,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
     """Return the formula of one part with its numbers, followed by ``suffix`` and the rates' source."""
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]
-    # Two precisions, because attention never runs in fp8 (see HALF_PEAKS).
-    rate, attention = (
-        rates.get_matmul_rate(precision),
-        rates.get_attention_rate(
-            HALF_PEAKS[recipe.precision], find_fused_attention(plan.architecture, find_modules(plan))
-        ),
-    )
-    passes = rates.get_passes(plan.kernels)
-    # With FlashAttention, packed documents are separated by offsets and not by a mask.
-    has_mask = recipe.packing and recipe.attention != "flash"
-    keys = "all seq_len x seq_len (a mask of packed documents skips none)" if has_mask else "causal"
+    rate, passes = rates.get_matmul_rate(precision), rates.get_passes(plan.kernels)
     # With a capacity, the tokens beyond it are dropped, so it replaces the imbalance (Fedus et al. 2021).
     load = recipe.expert_capacity_factor or recipe.expert_imbalance
     calls = rates.get_checkpoint_calls(recipe.recompute, plan.kernels)
@@ -40,13 +33,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
             f"{rate.flops_per_second / 1e12:,.0f} TFLOP/s in {precision}, or as long as memory moves what is "
             f"multiplied: where 1 / (1/m + 1/k + 1/n) is below {rate.balance:.0f} (Williams et al. 2009)"
         ),
-        "attention": (
-            "every score, masked or not, as two plain products forward and four backward, at the speed of "
-            "matrices"
-            if recipe.attention == "eager"
-            else f"{keys} FLOPs of the fused kernel at {attention.forward / 1e12:,.0f} TFLOP/s forward and, "
-            f"five products, {attention.backward / 1e12:,.0f} backward (Dao 2023)"
-        ),
+        "attention": _describe_attention(plan, rates) if part == "attention" else "",
         "elementwise": (
             f"{passes.forward:g} bytes moved forward and {passes.backward:g} backward for each byte that the "
             f"{plan.kernels} modules save, {longer}at {memory}, or as long as the host takes to start the "
@@ -81,6 +68,37 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
         ),
     }
     return f"{formulas[part]}{suffix} · {rates.source}"
+
+
+def _describe_attention(plan: Plan, rates: Rates) -> str:
+    """Return which scores are computed, and at what rate."""
+    arch, modules = plan.architecture, find_modules(plan)
+    if is_unfused(arch, modules):
+        return (
+            "every score, masked or not, as two plain products forward and four backward, at the speed of "
+            "matrices"
+        )
+    # In a precision of its own: attention never runs in fp8.
+    kernels = find_attention_kernels(arch, modules)
+    rate = rates.get_attention_rate(HALF_PEAKS[plan.recipe.precision], kernels)
+    return (
+        f"fused kernels at {rate.forward / 1e12:,.0f} TFLOP/s forward and, five products, "
+        f"{rate.backward / 1e12:,.0f} backward (Dao 2023): {_describe_scores(plan, modules)}"
+    )
+
+
+def _describe_scores(plan: Plan, modules: Modules) -> str:
+    """Return which scores a fused kernel computes."""
+    arch, seq_len = plan.architecture, plan.recipe.seq_len
+    keys, num_sliding = count_attention_keys(arch, modules), arch.sliding_window_layers
+    everything = "all scores, as kernels skip nothing that a mask hides"
+    if keys.full == seq_len:
+        return everything
+    if not num_sliding or seq_len <= (arch.sliding_window or 0):
+        return "causal scores"
+    sliding = everything if keys.sliding == seq_len else "those of the window"
+    in_layers = f"in {num_sliding} layers with a window of {arch.sliding_window:,} tokens {sliding}"
+    return in_layers if num_sliding == arch.num_hidden_layers else f"causal scores, and {in_layers}"
 
 
 def _describe_host(recipe: Recipe, calls: CheckpointCalls) -> str:

@@ -6,6 +6,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardscope.core.ops import ceil_div
+from shardscope.memory.activations.forward import find_modules
+from shardscope.timing.matmul import count_attention_flops_per_token
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -30,18 +32,16 @@ def count_model_flops_per_token(plan: Plan, causal: bool) -> float:
 
 
 def count_hardware_flops_per_token(plan: Plan) -> float:
-    """Return executed FLOPs per token: the model's with causal attention, plus recomputation.
+    """Return executed FLOPs per token, recomputation and scores that a mask hides included.
 
     Full recomputation repeats a layer's forward; Megatron's selective recomputation repeats only core
-    attention (Korthikanti et al. 2022, section 5); a chunked loss repeats the head's matmul. Attention
-    without a fused kernel computes every score, masked or not.
+    attention (Korthikanti et al. 2022, section 5); a chunked loss repeats the head's matmul. That the
+    backward of fused attention computes the scores again is not counted (Dao 2023, section 4).
     """
     arch, recipe = plan.architecture, plan.recipe
     matrices = 2.0 * arch.matrix_parameters_per_token
     head = 2.0 * arch.vocab_size * arch.hidden_size
-    causal = recipe.attention != "eager"
-    # Per token and matrix weight, training has 6 FLOPs, of which ``matrices`` are the forward's 2.
-    attention = (_all_trained(arch, recipe.seq_len, causal) - 3 * matrices) / 3
+    attention = arch.num_hidden_layers * count_attention_flops_per_token(arch, find_modules(plan))
     recomputed = 0.0
     if recipe.recompute == "full":
         # Checkpointing wraps decoder layers (transformers 5.24, modeling_layers.py,
@@ -54,4 +54,6 @@ def count_hardware_flops_per_token(plan: Plan) -> float:
     recomputed *= float(ceil_div(layers, recipe.recompute_interval)) / layers
     if recipe.loss == "chunked":
         recomputed += head
-    return count_model_flops_per_token(plan, causal) + recomputed
+    # Backward has twice the forward's matmuls; frozen matrices have no weight gradients.
+    passes = 2 if recipe.has_adapters else 3
+    return passes * matrices + 3 * attention + recomputed

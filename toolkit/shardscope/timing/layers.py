@@ -12,7 +12,7 @@ from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, wh
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.forward import list_saved_tensors
 from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
-from shardscope.memory.activations.modules.attention import is_eager, uses_math_backend
+from shardscope.memory.activations.modules.attention import is_eager, is_unfused
 from shardscope.timing.collectives import cache_calls
 from shardscope.timing.matmul import (
     LayerProducts,
@@ -215,28 +215,23 @@ class LayerWork:
     def _compute_attention(self) -> tuple[float, float]:
         """Return the seconds of core attention, forward and backward.
 
-        Fused: the causal part of two matmuls forward and five backward (Dao 2023, section 3.1), slower for
-        fewer keys. Eager: the full matmuls, two forward and four backward. A mask of packed documents: the
-        full matmuls too, because kernels skip blocks of keys by ``is_causal`` and not by a mask.
+        Fused: two matmuls forward and five backward with the keys that the kernel does not skip (Dao 2023,
+        section 3.1; :func:`count_attention_keys`), slower for fewer keys. Eager: the full matmuls, two
+        forward and four backward.
         """
         arch, modules, tp = self.arch, self.modules, self.plan.degrees.tp
         seq_len = self.plan.recipe.seq_len
-        if is_eager(arch, modules) or (modules.kernels != "megatron" and uses_math_backend(arch, modules)):
+        if is_unfused(arch, modules):
             # Eager and math attention multiply all scores, as plain matmuls do.
             once = self.half_rate.seconds(*count_eager_attention(arch, seq_len, self.tokens, tp))
             return once, 2 * once
         # torch 2.13, utils/flop_counter.py: sdpa_flop_count has two matmuls, sdpa_backward_flop_count five,
         # because the scores are computed again.
         rate = self.rates.get_attention_rate(
-            HALF_PEAKS[self.plan.recipe.precision], find_fused_attention(arch, modules)
+            HALF_PEAKS[self.plan.recipe.precision], find_attention_kernels(arch, modules)
         )
-        is_causal = not modules.masks_documents
-        flops = (
-            self.tokens
-            * count_attention_flops_per_token(arch, seq_len, causal=is_causal)
-            / tp
-            * (1 + rate.half_keys / seq_len)
-        )
+        flops = self.tokens * count_attention_flops_per_token(arch, modules) / tp
+        flops = flops * (1 + rate.half_keys / seq_len)
         return flops / rate.forward, 2.5 * flops / rate.backward
 
     def _count_saved_bytes(self, moe: bool) -> float:
@@ -323,7 +318,7 @@ class LayerWork:
         return 0.0
 
 
-def find_fused_attention(arch: Architecture, modules: Modules) -> FusedAttention:
+def find_attention_kernels(arch: Architecture, modules: Modules) -> FusedAttention:
     """Return whose fused attention kernels run.
 
     SDPA with wide heads counts as FlashAttention's: its other kernels were not measured.

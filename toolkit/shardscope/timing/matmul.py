@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
+from shardscope.memory.activations.modules.attention import is_unfused, passes_mask
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.stages import list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.recipe import Recipe
+    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.timing.rates import MatrixRate
 
 
@@ -169,15 +171,51 @@ def count_adapters(arch: Architecture, moe: bool, recipe: Recipe) -> int:
     return sum(target in targets for target, _ in arch.layer_linears(find_first_layer(arch, moe)))
 
 
-@lru_cache(maxsize=1024)
-def count_attention_flops_per_token(arch: Architecture, seq_len: int, *, causal: bool = True) -> float:
-    """Return forward FLOPs per token of one layer's two attention matmuls, averaged over layers.
+class AttentionKeys(NamedTuple):
+    """Mean number of keys that attention multiplies each query with, by kind of layer."""
 
-    This is a third of forward and backward in :meth:`Architecture.flops_per_token`. ``causal``: only the
-    keys up to each query are multiplied.
+    full: float
+    """Layers that attend to the whole sequence."""
+    sliding: float
+    """Layers with a sliding window."""
+
+
+def count_attention_keys(arch: Architecture, modules: Modules) -> AttentionKeys:
+    """Return the keys that the attention kernels multiply, of which a mask may hide some afterwards.
+
+    Fused kernels skip the keys after each query, and FlashAttention those before a window. A mask makes them
+    skip nothing: SDPA gets one for packed documents and for windows (transformers, masking_utils.py), and
+    its kernels read it as numbers to add to the scores. Without a fused kernel nothing is skipped either.
     """
-    flops = arch.flops_per_token(seq_len, causal=causal) - 6.0 * arch.matrix_parameters_per_token
-    return flops / 3 / arch.num_hidden_layers
+    seq_len = float(modules.seq_len)
+    every = AttentionKeys(seq_len, seq_len)
+    if is_unfused(arch, modules):
+        return every
+    if modules.kernels == "megatron":
+        full_has_mask = window_has_mask = modules.masks_documents
+    else:
+        full_has_mask = passes_mask(arch, modules._replace(windowed=False))
+        window_has_mask = passes_mask(arch, modules._replace(windowed=True))
+    # The first ``window`` tokens attend to all tokens up to themselves, later ones to a full window.
+    window = min(seq_len, float(arch.sliding_window or seq_len))
+    return AttentionKeys(
+        full=every.full if full_has_mask else seq_len / 2,
+        sliding=every.sliding if window_has_mask else window - window * window / (2 * seq_len),
+    )
+
+
+@lru_cache(maxsize=1024)
+def count_attention_flops_per_token(arch: Architecture, modules: Modules) -> float:
+    """Return executed forward FLOPs per token of one layer's two attention matmuls, averaged over layers."""
+    keys, sliding = count_attention_keys(arch, modules), arch.sliding_window_layers
+    total = (arch.num_hidden_layers - sliding) * keys.full + sliding * keys.sliding
+    return 2.0 * arch.num_attention_heads * _get_score_width(arch) * total / arch.num_hidden_layers
+
+
+def _get_score_width(arch: Architecture) -> int:
+    """Return the pairs multiplied for one query and key of one head: their score, and its value."""
+    latent = arch.latent_attention
+    return latent.qk_head_dim + latent.v_head_dim if latent else 2 * arch.head_dim
 
 
 def count_eager_attention(arch: Architecture, seq_len: int, tokens: int, tp: int) -> tuple[float, float]:
@@ -185,7 +223,5 @@ def count_eager_attention(arch: Architecture, seq_len: int, tokens: int, tp: int
 
     Every key counts, masked or not; each head is a separate matmul.
     """
-    latent = arch.latent_attention
-    width = latent.qk_head_dim + latent.v_head_dim if latent else 2 * arch.head_dim
-    heads = ceil_div(arch.num_attention_heads, tp)
+    width, heads = _get_score_width(arch), ceil_div(arch.num_attention_heads, tp)
     return tokens * heads * width * seq_len, tokens * 2 * heads * (width + seq_len)

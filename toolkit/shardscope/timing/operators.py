@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.memory.activations.modules.attention import (
     get_attention_widths,
-    is_eager,
-    uses_math_backend,
+    is_unfused,
 )
 from shardscope.memory.state.stages import list_rank_shapes
 from shardscope.timing.layers import HALF_PEAKS, PEAKS
@@ -77,20 +76,19 @@ def _count_matmul(
 
 
 def _count_attention(work: LayerWork, moe: bool) -> OperatorCost:
-    """Return core attention: its causal FLOPs, and queries, keys, values and outputs moved once.
+    """Return core attention: its FLOPs, and queries, keys, values and outputs moved once.
 
     Eager and math attention write and read all scores (``timing/layers.py``).
     """
     arch, modules, recipe = work.arch, work.modules, work.plan.recipe
     tp, precision = work.plan.degrees.tp, HALF_PEAKS[recipe.precision]
     seconds = work.compute_layer(moe).forward_attention
-    if is_eager(arch, modules) or (modules.kernels != "megatron" and uses_math_backend(arch, modules)):
+    if is_unfused(arch, modules):
         pairs, moved = count_eager_attention(arch, recipe.seq_len, work.tokens, tp)
         return OperatorCost(
             "attention", "attention", 2 * pairs, MOVED_BYTES[precision] * moved, seconds, precision
         )
-    causal = not modules.masks_documents
-    flops = work.tokens * count_attention_flops_per_token(arch, recipe.seq_len, causal=causal) / tp
+    flops = work.tokens * count_attention_flops_per_token(arch, modules) / tp
     width = get_attention_widths(arch)
     moved = work.tokens * (width.query + width.key + width.value + width.output) / tp
     return OperatorCost("attention", "attention", flops, MOVED_BYTES[precision] * moved, seconds, precision)

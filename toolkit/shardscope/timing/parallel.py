@@ -73,7 +73,10 @@ def _count_one(_work: LayerWork, _stage: Stage) -> float:
 
 
 def compute_recomputed_share(plan: Plan) -> float:
-    """Return the share of layers whose forward runs twice (full recomputation)."""
+    """Return the mean share of layers whose forward runs twice (full recomputation).
+
+    Of a stage's layers it is rounded up (``count_recomputed_by_kind``), which is left out here.
+    """
     return 1 / plan.recipe.recompute_interval if plan.recipe.recompute == "full" else 0
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import ceil_div, maximum, minimum, where
-from shardscope.memory.state.stages import count_layers_by_kind
+from shardscope.core.ops import maximum, minimum, where
+from shardscope.memory.state.stages import count_recomputed_by_kind
 from shardscope.timing.collective_sums import repeat_collectives, sum_collectives
 from shardscope.timing.head import compute_end_seconds
 from shardscope.timing.layers import LayerWork
@@ -156,15 +156,13 @@ def _compute_arithmetic(
     # Offloading sends the saved activations to the host and fetches them, in place of recomputing them.
     leaves = recipe.recompute == "offload"
     # Sums are ``a = a + b``, not ``a += b``: in place, numpy would write into an array that is shared.
-    for moe, layers in count_layers_by_kind(work.arch, stage):
+    for moe, layers, recomputed in count_recomputed_by_kind(work.arch, stage, recipe.recompute_interval):
         layer = work.compute_layer(moe)
         matrices = matrices + layers * layer.both.matrices
         attention = attention + layers * layer.both.attention
         elementwise = elementwise + layers * layer.both.elementwise
-        # The first of every ``recompute_interval`` layers is recomputed, so the count is rounded up.
-        chosen = ceil_div(layers, recipe.recompute_interval)
-        recomputation = recomputation + chosen * layer.recomputation
-        dropped = dropped + leaves * chosen * layer.dropped_bytes
+        recomputation = recomputation + recomputed * layer.recomputation
+        dropped = dropped + leaves * recomputed * layer.dropped_bytes
         forward = forward + layers * layer.forward
         attention_forward = attention_forward + layers * layer.forward_attention
     # Embedding, head and loss: nothing on inner stages.

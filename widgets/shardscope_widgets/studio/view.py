@@ -28,7 +28,12 @@ from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView
 from shardscope_widgets.finetune import FinetunePage
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.background_calls import Debounced, LatestRequest
+from shardscope_widgets.kit.background_calls import (
+    Debounced,
+    LatestRequest,
+    call_in_loop,
+    find_running_loop,
+)
 from shardscope_widgets.kit.fold import Fold, Folds
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.sheet import Sheet
@@ -54,6 +59,7 @@ from shardscope_widgets.studio.head import (
     write_fit_question,
 )
 from shardscope_widgets.studio.inputs import StudioInputs, label_cluster_fix
+from shardscope_widgets.studio.measured_run import MeasuredRun, read_measured_run
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.view import StepView
 from shardscope_widgets.trace import TracePage
@@ -90,6 +96,8 @@ class Studio(View):
         """Folder of the active run of this machine that was launched or resumed here last."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Measured steps, stored until the Time view is created."""
+        self._loop = find_running_loop()
+        """The kernel's: widgets of the Studio are changed in its thread alone."""
         self._make_questions()
         self._make_pages()
         self.sheet = Sheet(
@@ -209,7 +217,7 @@ class Studio(View):
             self.cluster.machine,
             on_change=self._use_form,
             on_apply=self._apply_form,
-            on_end=self._run_ended,
+            on_end=self._report_ended,
         )
         page.form.inputs.weights.value = str(self.architecture.weights_folder or "")
         return self._put_on_page(FINE_TUNE, page)
@@ -235,7 +243,7 @@ class Studio(View):
         """The Runs tab's view."""
         view = RunsView(
             on_open_trace=self._open_trace,
-            on_end=self._run_ended,
+            on_end=self._report_ended,
             on_resume=self._watch_resumed,
             is_busy=lambda: self.launch.busy,
         )
@@ -576,7 +584,7 @@ class Studio(View):
         self.runs.open(run)
         self.tabs.value = "Runs"
         if run.status in FINAL:  # The run ended before it was opened: no other event reports its end.
-            self._run_ended(run)
+            self._report_ended(run)
 
     def _watch_resumed(self, run: ss.Run) -> None:
         """Handle a run started by Resume like one started by the launch button."""
@@ -596,28 +604,31 @@ class Studio(View):
             actions[label_cluster_fix(changes)] = lambda: self._apply_fix(changes)
         self.notice.show_message(str(error) or type(error).__name__, actions, is_error=True)
 
-    def _run_ended(self, run: ss.Run) -> None:
+    def _report_ended(self, run: ss.Run) -> None:
+        """Handle the end of a run, which its view reports in a thread of its own."""
+        measured = read_measured_run(run)
+        call_in_loop(self._loop, lambda: self._run_ended(run, measured))
+
+    def _run_ended(self, run: ss.Run, measured: MeasuredRun | None) -> None:
+        if self.comm is None:  # The Studio was closed.
+            return
         if self._occupied_by in (None, run.folder):
             self._occupied_by = None
             self.launch.busy = False
         if run.target:
             self._search_queues()
         self._offer_launch()
-        self._keep_measured(run)
+        if measured is not None:
+            self._show_measured(measured)
         vars(self).pop("_earlier_runs", None)
         self._recheck()
         self.trace.show_run(run)
 
-    def _keep_measured(self, run: ss.Run) -> None:
-        """Show the measurements of the run next to the prediction of its plan."""
-        try:
-            plan = run.plan
-        except ValueError:
-            return
-        measured = run.memory()
-        if measured.tensor_bytes:
-            self.memory.add(plan, measured)
-        steps = RunSteps.from_run(run)
+    def _show_measured(self, measured: MeasuredRun) -> None:
+        """Show the measurements of a run next to the prediction of its plan."""
+        plan, memory, steps = measured
+        if memory.tensor_bytes:
+            self.memory.add(plan, memory)
         if steps is None:
             return
         if "time" in vars(self):

@@ -46,10 +46,11 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         updated=owned,
         main_copies=half < FP32,
     )
-    if not plan.on_gpu:
-        # On CPU ranks the host is the device, and offloading copies nothing.
-        return traffic
-    return _add_offload_traffic(plan, traffic, owned, stage.base * half / plan.degrees.data_parallel)
+    fetched = plan.num_micro_batches * stage.base * half / plan.degrees.data_parallel
+    if plan.on_gpu:
+        # On CPU ranks the host is the device: only NVMe is read and written.
+        traffic = _add_host_traffic(plan, traffic, owned, fetched)
+    return _add_nvme_traffic(plan, traffic, owned, fetched)
 
 
 def _list_parameter_groups(plan: Plan, stage: Stage) -> list[tuple[int, int, int]]:
@@ -160,15 +161,13 @@ def _compute_cast_bytes(plan: Plan, stage: Stage, owned: float) -> float:
     return _count_reductions(plan) * (half + width) * (stage.trainable + cast_back)
 
 
-def _add_offload_traffic(
-    plan: Plan, traffic: StateTraffic, owned: float, partition_bytes: float
-) -> StateTraffic:
+def _add_host_traffic(plan: Plan, traffic: StateTraffic, owned: float, fetched: float) -> StateTraffic:
     """Return ``traffic`` with gradients sent to the host, the update there, and weights sent back.
 
-    ``owned`` is the number of weights that a rank updates, ``partition_bytes`` its partitions of all weights.
+    ``owned`` is the number of weights that a rank updates, ``fetched`` the bytes of its partitions of all
+    weights, once for each micro-batch.
     """
-    layout = get_layout(plan)
-    half, micro_batches = widths[plan.recipe.precision].compute, plan.num_micro_batches
+    layout, half = get_layout(plan), widths[plan.recipe.precision].compute
     if layout.offload_optimizer:
         traffic = traffic._replace(
             returned_backward=_count_reductions(plan) * owned * half,
@@ -177,18 +176,22 @@ def _add_offload_traffic(
             updated=0.0,
             updated_on_host=owned,
         )
-        if layout.offload_optimizer == "nvme":
-            # Main copy and moments are read and written back (Rajbhandari et al. 2021, section 5.2.2).
-            state_width = FP32 * (1 + num_moments.get(plan.recipe.optimizer, 2))
-            traffic = traffic._replace(nvme_after=2 * state_width * owned)
     if layout.offload_params:
         # Each use copies the rank's partitions to the GPU, where they are all-gathered.
-        fetched = micro_batches * partition_bytes
         traffic = traffic._replace(fetched_forward=fetched, fetched_backward=fetched)
-        if layout.offload_params == "nvme":
-            traffic = traffic._replace(
-                nvme_overlapped=2 * fetched, nvme_after=traffic.nvme_after + owned * half
-            )
+    return traffic
+
+
+def _add_nvme_traffic(plan: Plan, traffic: StateTraffic, owned: float, fetched: float) -> StateTraffic:
+    """Return ``traffic`` with what NVMe reads and writes; arguments as for :func:`_add_host_traffic`."""
+    layout = get_layout(plan)
+    if layout.offload_optimizer == "nvme":
+        # Main copy and moments are read and written back (Rajbhandari et al. 2021, section 5.2.2).
+        state_width = FP32 * (1 + num_moments.get(plan.recipe.optimizer, 2))
+        traffic = traffic._replace(nvme_after=2 * state_width * owned)
+    if layout.offload_params == "nvme":
+        written = owned * widths[plan.recipe.precision].compute
+        traffic = traffic._replace(nvme_overlapped=2 * fetched, nvme_after=traffic.nvme_after + written)
     return traffic
 
 

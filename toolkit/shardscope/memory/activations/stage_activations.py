@@ -39,7 +39,7 @@ from shardscope.memory.activations.modules.dora import compute_dora_peaks, compu
 from shardscope.memory.activations.modules.layer_peaks import LayerPeak, compute_layer_peaks
 from shardscope.memory.report import Term
 from shardscope.memory.state.quantization import find_largest_matrix
-from shardscope.memory.state.stages import count_layers_by_kind
+from shardscope.memory.state.stages import count_layers_by_kind, count_recomputed_by_kind
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -181,23 +181,19 @@ class TransformersActivations:
     def _list_kinds(self) -> list[LayersOfKind]:
         """Return the layers of each kind on the stage, recomputed or offloaded ones first."""
         recompute, interval = self.plan.recipe.recompute, self.plan.recipe.recompute_interval
-        by_kind = count_layers_by_kind(self.plan.architecture, self.stage)
-        # Without an interval all layers of a kind are alike.
-        if recompute == "none" or interval == 1:
-            return [
-                LayersOfKind(num_layers, self._compute_layer(moe, recompute), recompute)
-                for moe, num_layers in by_kind
+        # Without recomputation, or without an interval, all layers of a kind are alike.
+        interval = 1 if recompute == "none" else interval
+        by_kind = count_recomputed_by_kind(self.plan.architecture, self.stage, interval)
+        kinds = [
+            LayersOfKind(recomputed, self._compute_layer(moe, recompute), recompute)
+            for moe, _, recomputed in by_kind
+        ]
+        if interval > 1:
+            kinds += [
+                LayersOfKind(num_layers - recomputed, self._compute_layer(moe, "none"), "none")
+                for moe, num_layers, recomputed in by_kind
             ]
-        # The engine recomputes layers 0, interval, 2 x interval, ...: ceil(n / interval) of the first n.
-        with_recompute, without = [], []
-        layers_so_far = recomputed_so_far = 0
-        for moe, num_layers in by_kind:
-            layers_so_far = layers_so_far + num_layers
-            recomputed = ceil_div(layers_so_far, interval) - recomputed_so_far
-            recomputed_so_far = recomputed_so_far + recomputed
-            with_recompute.append(LayersOfKind(recomputed, self._compute_layer(moe, recompute), recompute))
-            without.append(LayersOfKind(num_layers - recomputed, self._compute_layer(moe, "none"), "none"))
-        return with_recompute + without
+        return kinds
 
     def compute_offloaded(self) -> int:
         """Return host bytes of offloaded activations, of all micro-batches in flight.

@@ -101,6 +101,34 @@ def count_by_kind(arch: Architecture, num_layers: int, moe_layers: int) -> list[
     return [(False, num_layers - moe_layers), (True, moe_layers)]
 
 
+class RecomputedLayers(NamedTuple):
+    """Layers of one kind on a stage, and those of them that are recomputed or offloaded."""
+
+    moe: bool
+    """Whether they have routed experts."""
+    num_layers: int
+    num_recomputed: int
+
+
+def count_recomputed_by_kind(arch: Architecture, stage: Stage, interval: int) -> list[RecomputedLayers]:
+    """Return the layers of each kind on the stage if every ``interval``-th layer is recomputed.
+
+    The engine recomputes layers 0, interval, 2 x interval, ... of the stage
+    (``training/model/recompute.py``): ceil(n / interval) of the first n.
+    """
+    by_kind = count_layers_by_kind(arch, stage)
+    if interval == 1:
+        return [RecomputedLayers(moe, num_layers, num_layers) for moe, num_layers in by_kind]
+    counts: list[RecomputedLayers] = []
+    layers_so_far = recomputed_so_far = 0
+    for moe, num_layers in by_kind:
+        layers_so_far = layers_so_far + num_layers
+        recomputed = ceil_div(layers_so_far, interval) - recomputed_so_far
+        recomputed_so_far = recomputed_so_far + recomputed
+        counts.append(RecomputedLayers(moe, num_layers, recomputed))
+    return counts
+
+
 class StageShape(NamedTuple):
     """Properties that distinguish one pipeline stage from the next, before weights are counted."""
 

@@ -8,7 +8,7 @@ from shardscope.core.finding import Finding
 from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.modules.attention import compute_saved_scores, passes_mask
 from shardscope.planner.checks.case import Case, replace_plan_fields
-from shardscope.timing.layers import find_fused_attention
+from shardscope.timing.layers import find_attention_kernels
 
 _TILE = 128
 """Keys that one tile of cuDNN's backward multiplies."""
@@ -24,7 +24,7 @@ def check_masked_attention(case: Case) -> Iterator[Finding]:
     arch, recipe, modules = plan.architecture, plan.recipe, find_modules(plan)
     if recipe.seq_len % _TILE != _TILE // 2 or plan.cluster.gpu.architecture != "hopper":
         return
-    runs_cudnn = find_fused_attention(arch, modules) == "sdpa" and not compute_saved_scores(arch, modules)
+    runs_cudnn = find_attention_kernels(arch, modules) == "sdpa" and not compute_saved_scores(arch, modules)
     if recipe.precision == "fp32" or not runs_cudnn or not passes_mask(arch, modules):
         return
     seq_len = max(_TILE, recipe.seq_len - _TILE // 2)

@@ -73,7 +73,8 @@ def explain_no_plan(ranking: Ranking) -> str:
         refused.setdefault(why, []).append(name)
     reasons = [miss.text for miss in ranking.misses]
     reasons += [f"{', '.join(names)}: {why}" for why, names in refused.items()]
-    other = f"\n{describe_other_recipe(ranking.instead)}" if ranking.instead is not None else ""
+    other = describe_other_recipe(ranking)
+    other = f"\n{other}" if other else ""
     lines = "".join(f"\n- {reason}" for reason in reasons)
     return (
         f"No plan of {ranking.num_evaluated:,} for {ranking.architecture.name} fits {ranking.cluster}. "
@@ -81,13 +82,18 @@ def explain_no_plan(ranking: Ranking) -> str:
     )
 
 
-def describe_other_recipe(instead: Ranking) -> str:
-    """Return the text on the nearest other recipe and its best plan or nearest miss."""
-    recipe, device = instead.recipe, name_device(instead.cluster)
-    batch = f"a global batch of {recipe.global_batch_size:,}"
-    changed = f"{batch}, the nearest that every {device} has an equal part of"
-    if recipe.loss == "chunked":
-        changed = "the loss in chunks (Recipe.loss='chunked'), which learns the same"
+def describe_other_recipe(ranking: Ranking) -> str:
+    """Return the text on ``ranking.instead``, its recipe and its best plan or nearest miss; empty without
+    one."""
+    instead, device = ranking.instead, name_device(ranking.cluster)
+    if instead is None:
+        return ""
+    batch = instead.recipe.global_batch_size
+    changed = (
+        "the loss in chunks (Recipe.loss='chunked'), which learns the same"
+        if batch == ranking.recipe.global_batch_size
+        else f"a global batch of {batch:,}, the nearest that every {device} has an equal part of"
+    )
     if not instead.num_feasible:
         nearest = f"the nearest is {instead.misses[0].text}" if instead.misses else "no framework here has it"
         return f"With {changed}, nothing fits either: {nearest}."

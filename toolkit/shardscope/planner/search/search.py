@@ -89,7 +89,8 @@ def search(
     if other is None:
         return ranking
     # In a field of its own: the result of the requested recipe is not replaced.
-    return replace(ranking, instead=search(arch, cluster, other, names, headroom_bytes=headroom_bytes))
+    instead = search(arch, cluster, other, names, progress, headroom_bytes=headroom_bytes)
+    return replace(ranking, instead=instead)
 
 
 def _check_arguments(

@@ -169,6 +169,13 @@ def uses_math_backend(arch: Architecture, modules: Modules) -> bool:
     return bool(modules.dropout) or (latent is not None and latent.qk_head_dim != latent.v_head_dim)
 
 
+def is_unfused(arch: Architecture, modules: Modules) -> bool:
+    """Return whether attention runs without a fused kernel, and so computes and stores every score."""
+    if is_eager(arch, modules):
+        return True
+    return modules.kernels != "megatron" and uses_math_backend(arch, modules)
+
+
 def has_one_key_head(arch: Architecture) -> bool:
     """Return whether SDPA must broadcast a single key head: only its math backend can (older Falcons)."""
     broadcasts = find_family(arch).expands_key_heads and not arch.new_decoder_architecture
