@@ -55,7 +55,7 @@ def test_defaults_that_fit_and_are_about_as_fast_stay(model: str) -> None:
 def test_a_layout_is_simple_for_its_speed() -> None:
     plan = make_first_plan("megatron", "llama-3.1-8b", f"8x{H100}")
     ranking = ss.search(plan.architecture, plan.cluster, plan.recipe, ["megatron"])
-    same = ranking.feasible & (ranking.recompute == "none") & (ranking.column("micro_batch_size") == 1)
+    same = ranking.is_feasible & (ranking.recompute == "none") & (ranking.column("micro_batch_size") == 1)
     fastest = float(ranking.step_seconds[same].min())
     assert plan.step().seconds <= NEAR * fastest
     assert sum(getattr(plan.degrees, name) > 1 for name in ("tp", "pp", "cp", "vpp")) == 1

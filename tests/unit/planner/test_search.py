@@ -192,7 +192,7 @@ def test_the_search_has_the_numbers_of_each_single_plan(case: str) -> None:
         assert needed.get("host memory", 0) == found.host_bytes[row], plan
         assert needed.get("NVMe", 0) == found.nvme_bytes[row], plan
         assert needed.get("host memory while the model is made", 0) == found.making_bytes[row], plan
-        assert fits(plan, report) == found.feasible[row], plan
+        assert fits(plan, report) == found.is_feasible[row], plan
         assert plan.layout.framework == found.framework[row]
         assert plan.recipe.recompute == found.recompute[row]
         assert plan.degrees.data_parallel == found.column("data_parallel")[row]
@@ -219,7 +219,7 @@ def test_the_best_is_as_fast_as_any_that_fits(ranking: Ranking) -> None:
     assert 0 < ranking.num_feasible < ranking.num_evaluated
     best = ranking.best
     assert best.memory().fits
-    assert best.step().seconds <= AS_FAST * ranking.step_seconds[ranking.feasible].min() * (1 + 1e-9)
+    assert best.step().seconds <= AS_FAST * ranking.step_seconds[ranking.is_feasible].min() * (1 + 1e-9)
     assert ranking.tokens_per_second_per_gpu[ranking.order[0]] == pytest.approx(
         best.step().tokens_per_second_per_gpu, rel=1e-9
     )

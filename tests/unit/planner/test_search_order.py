@@ -47,8 +47,8 @@ def count_options(plan: Plan) -> tuple[int, int, int]:
 
 @sample(1)
 def test_the_simplest_of_the_fastest_plans_is_first(ranking: Ranking) -> None:
-    fastest = ranking.step_seconds[ranking.feasible].min()
-    alike = np.flatnonzero(ranking.feasible & (ranking.step_seconds <= AS_FAST * fastest))
+    fastest = ranking.step_seconds[ranking.is_feasible].min()
+    alike = np.flatnonzero(ranking.is_feasible & (ranking.step_seconds <= AS_FAST * fastest))
     assert len(alike) > 1
     assert set(ranking.order[: len(alike)]) == set(alike)
     told = [count_options(ranking.plan(int(row))) for row in ranking.order[: min(len(alike), 40)]]
@@ -61,7 +61,7 @@ def test_the_rest_is_ordered_by_speed(ranking: Ranking) -> None:
     seconds = ranking.step_seconds[ranking.order]
     num_alike = int((seconds <= AS_FAST * seconds.min()).sum())
     assert (np.diff(seconds[num_alike:]) >= -1e-8 * seconds.min()).all()
-    assert sorted(ranking.order) == np.flatnonzero(ranking.feasible).tolist()
+    assert sorted(ranking.order) == np.flatnonzero(ranking.is_feasible).tolist()
     assert (np.diff(ranking.step_seconds[ranking.pareto()]) >= -1e-8 * seconds.min()).all()
 
 
@@ -69,7 +69,7 @@ def test_pipeline_chunks_that_gain_less_than_the_error_are_not_first() -> None:
     """The fastest has 17 chunks a stage, 0.7 % before 8, and 0.3 GiB left of a card."""
     found = ss.search(MODEL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ["megatron"])
     by_chunks = {
-        vpp: found.step_seconds[found.feasible & (found.column("pp") == 2) & (found.column("vpp") == vpp)]
+        vpp: found.step_seconds[found.is_feasible & (found.column("pp") == 2) & (found.column("vpp") == vpp)]
         for vpp in (8, 17)
     }
     assert by_chunks[17].min() < by_chunks[8].min() < AS_FAST * by_chunks[17].min()
@@ -89,7 +89,7 @@ def test_plans_that_need_memory_of_unknown_size_come_last(ranking_of_unknown_hos
 
 
 def test_the_number_of_such_plans_and_the_reason_are_reported(ranking_of_unknown_hosts: Ranking) -> None:
-    hosted = ranking_of_unknown_hosts.feasible & (ranking_of_unknown_hosts.host_bytes > 0)
+    hosted = ranking_of_unknown_hosts.is_feasible & (ranking_of_unknown_hosts.host_bytes > 0)
     assert (
         f"{hosted.sum():,} of the {ranking_of_unknown_hosts.num_feasible:,} plans"
         in ranking_of_unknown_hosts.unsaid

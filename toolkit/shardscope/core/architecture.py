@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Self, overload
+from typing import Literal, NamedTuple, Self, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -218,20 +218,11 @@ class Architecture(Serializable):
 
     def layer_parameters(self, layer_index: int) -> Mapping[str, int]:
         """Return the parameter counts of one decoder layer by non-empty group (:data:`LAYER_GROUPS`)."""
-        return self._get_layer_counts(self.is_moe_layer(layer_index))[0]
+        return self._get_layer_counts(self.is_moe_layer(layer_index)).everything
 
     def layer_matrix_parameters(self, layer_index: int) -> Mapping[str, int]:
         """Return :meth:`layer_parameters` of matrices only, which tensor parallelism shards."""
-        return self._get_layer_counts(self.is_moe_layer(layer_index))[1]
-
-    def layer_vector_parameters(self, layer_index: int) -> Mapping[str, int]:
-        """Return :meth:`layer_parameters` of norms and biases only: small, and mostly replicated."""
-        return self._get_layer_counts(self.is_moe_layer(layer_index))[2]
-
-    @cached_property
-    def attention_matrix_parameters(self) -> int:
-        """Attention parameters of one layer without biases and norms; the same in every layer."""
-        return self.layer_matrix_parameters(0)["attention"]
+        return self._get_layer_counts(self.is_moe_layer(layer_index)).matrices
 
     @cached_property
     def lora_shapes(self) -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -275,7 +266,7 @@ class Architecture(Serializable):
         moe_layers = self.num_moe_layers
         for moe, layers in ((False, self.num_hidden_layers - moe_layers), (True, moe_layers)):
             if layers:
-                for group, count in self._get_layer_counts(moe)[0].items():
+                for group, count in self._get_layer_counts(moe).everything.items():
                     groups[group] += layers * count
         groups["norm"] += self.final_norm_parameters
         return MappingProxyType({group: count for group, count in groups.items() if count})
@@ -302,7 +293,7 @@ class Architecture(Serializable):
         moe_layers, total = self.num_moe_layers, self.vocab_size * self.hidden_size
         for moe, layers in ((False, self.num_hidden_layers - moe_layers), (True, moe_layers)):
             if layers:
-                for group, count in self._get_layer_counts(moe)[1].items():
+                for group, count in self._get_layer_counts(moe).matrices.items():
                     # A token is multiplied by its top-k experts only.
                     if group == "experts" and self.mixture_of_experts is not None:
                         experts = self.mixture_of_experts
@@ -366,15 +357,15 @@ class Architecture(Serializable):
     def _dense_layer(self) -> tuple[Parameter, ...]:
         return parameter_shapes.list_layer_parameters(self, False)
 
-    def _get_layer_counts(self, moe: bool) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+    def _get_layer_counts(self, moe: bool) -> _ParameterCounts:
         return self._moe_layer_counts if moe else self._dense_layer_counts
 
     @cached_property
-    def _moe_layer_counts(self) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+    def _moe_layer_counts(self) -> _ParameterCounts:
         return _count_by_group(self._get_layer(True))
 
     @cached_property
-    def _dense_layer_counts(self) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+    def _dense_layer_counts(self) -> _ParameterCounts:
         return _count_by_group(self._get_layer(False))
 
     def _list_linears(self, moe: bool) -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -387,18 +378,22 @@ class Architecture(Serializable):
             check_integer("layer_index", layer_index, low=0, high=self.num_hidden_layers - 1)
 
 
-def _count_by_group(
-    parameters: tuple[Parameter, ...],
-) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
-    """Return parameter counts by group: of all parameters, of matrices and of vectors."""
+class _ParameterCounts(NamedTuple):
+    """Parameter counts of one decoder layer, by group."""
+
+    everything: Mapping[str, int]
+    matrices: Mapping[str, int]
+
+
+def _count_by_group(parameters: tuple[Parameter, ...]) -> _ParameterCounts:
     everything: dict[str, int] = {}
     matrices: dict[str, int] = {}
-    vectors: dict[str, int] = {}
     for parameter in parameters:
         size = math.prod(parameter.shape)
-        for counts in (everything, vectors if parameter_shapes.is_vector(parameter) else matrices):
-            counts[parameter.group] = counts.get(parameter.group, 0) + size
-    return MappingProxyType(everything), MappingProxyType(matrices), MappingProxyType(vectors)
+        everything[parameter.group] = everything.get(parameter.group, 0) + size
+        if not parameter_shapes.is_vector(parameter):
+            matrices[parameter.group] = matrices.get(parameter.group, 0) + size
+    return _ParameterCounts(MappingProxyType(everything), MappingProxyType(matrices))
 
 
 def _check_tokens(seq_len: object) -> float | npt.NDArray[np.float64]:

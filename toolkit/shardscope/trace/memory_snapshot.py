@@ -136,7 +136,7 @@ def load_memory_snapshot(path: str | Path) -> MemorySnapshot:
     """
     path = Path(path)
     segments, events = _read_history(path)
-    peak, at_peak = _sum_at_peak(path, _list_allocations(path, segments, events), len(events))
+    peak, at_peak = _sum_at_peak(_list_allocations(path, segments, events), len(events))
     # The segments as they were when the snapshot was taken, which is usually after the peak.
     segment_sizes = [
         SegmentBytes(
@@ -276,9 +276,7 @@ def _list_allocations(path: Path, segments: Sequence[Fields], events: Sequence[F
     return allocations
 
 
-def _sum_at_peak(
-    path: Path, allocations: Sequence[Allocation], num_events: int
-) -> tuple[int, tuple[LiveBytes, ...]]:
+def _sum_at_peak(allocations: Sequence[Allocation], num_events: int) -> tuple[int, tuple[LiveBytes, ...]]:
     """Return the peak in bytes, and the live bytes at the peak by place in the code."""
     # A running sum over the net change of bytes at each event gives the peak.
     changes = [0] * (num_events + 2)

@@ -10,8 +10,6 @@ from shardscope.core.number_format import format_gib
 from shardscope.runs.watch.free_memory import FreeMemory, read_free_memory
 from shardscope_widgets.kit.background_calls import Debounced
 from shardscope_widgets.kit.clickable import Clickable
-from shardscope_widgets.kit.sheet import Sheet
-from shardscope_widgets.kit.view import View
 
 FIRST_READ_SECONDS = 0.5
 """Delay after the view's creation, so that the Studio is drawn first."""
@@ -39,16 +37,6 @@ class FreeMemoryList(Clickable):
             return
         self._thread = threading.Thread(target=self.read_now, daemon=True, name="shardscope-free")
         self._thread.start()
-
-
-class FreeView(View):
-    """The free memory of this machine, with a refresh button."""
-
-    def __init__(self) -> None:
-        self.places = FreeMemoryList()
-        super().__init__([Sheet("run"), self.places])
-        self.add_class("ss-root")
-        self.places.read_now()
 
 
 def schedule_first_read(free_list: FreeMemoryList) -> Debounced:

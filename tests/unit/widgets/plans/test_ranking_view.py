@@ -153,10 +153,10 @@ def test_plans_short_of_host_memory_have_hollow_marks_and_a_reason() -> None:
     ranking = ss.search(MODEL, SHORT_OF_HOST, RECIPE)
     usable = ranking.cluster.usable_bytes_per_gpu / GIB
     marks = read_marks(RankingView(ranking))
-    lacking = [mark for mark in marks if mark.gib <= usable and not ranking.feasible[mark.row]]
+    lacking = [mark for mark in marks if mark.gib <= usable and not ranking.is_feasible[mark.row]]
     assert lacking
     for mark in marks:
-        if not ranking.feasible[mark.row]:
+        if not ranking.is_feasible[mark.row]:
             assert mark.symbol.endswith("-open") and "Does not fit" in mark.tooltip
             assert ("host memory" in mark.tooltip) or mark.gib > usable
         else:
@@ -167,7 +167,7 @@ def test_plans_that_cannot_be_launched_have_crossed_marks_and_a_reason(ranking: 
     view = RankingView(ranking)
     kinds = set()
     for mark in read_marks(view):
-        refusal, fits = why_not_trained(ranking.plan(mark.row)), bool(ranking.feasible[mark.row])
+        refusal, fits = why_not_trained(ranking.plan(mark.row)), bool(ranking.is_feasible[mark.row])
         kinds.add((fits, refusal is None))
         assert mark.symbol.endswith("-open") == (not fits or refusal is not None)
         point = ranking.peak_bytes[mark.row] / GIB, ranking.tokens_per_second_per_gpu[mark.row]
@@ -181,7 +181,7 @@ def test_plans_with_unknown_host_memory_are_not_marked_as_fitting() -> None:
     unknown = [mark for mark in read_marks(RankingView(ranking)) if not ranking.is_room_known[mark.row]]
     assert unknown
     assert all(mark.symbol.endswith("-open") for mark in unknown)
-    assert all("not known" in mark.tooltip for mark in unknown if ranking.feasible[mark.row])
+    assert all("not known" in mark.tooltip for mark in unknown if ranking.is_feasible[mark.row])
 
 
 def test_tooltip_shows_layout_memory_and_throughput(ranking: Any) -> None:

@@ -21,7 +21,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import write_json
 from shardscope.runs.watch import free_memory as free_now_module
 from shardscope.runs.watch.free_memory import MAX_USERS, read_free_memory
-from shardscope_widgets.run.free_memory import FreeView
+from shardscope_widgets.run.free_memory import FreeMemoryList
 
 
 @pytest.fixture(autouse=True)
@@ -73,26 +73,27 @@ def test_without_gpus_reports_host_memory_and_active_runs(monkeypatch: pytest.Mo
 
 def test_view_refreshes_on_request_and_escapes_process_names(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cards(monkeypatch, [TOTAL, 5 * GIB])
-    view = FreeView()
-    assert view.places.value.count("class='ss-place'") == 2 and "5.00 of 79.6 GiB" in view.places.value
-    assert "role='img' aria-label='94 % in use'" in view.places.value
+    view = FreeMemoryList()
+    view.read_now()
+    assert view.value.count("class='ss-place'") == 2 and "5.00 of 79.6 GiB" in view.value
+    assert "role='img' aria-label='94 % in use'" in view.value
     pretend_cards(monkeypatch, [TOTAL, 6 * GIB])
     monkeypatch.setattr(free_now_module, "_describe_process", lambda pid: "<img src=x>")
-    view.places.press_button("look")
-    assert wait_until(lambda: "6.00 of 79.6 GiB" in view.places.value)
+    view.press_button("look")
+    assert wait_until(lambda: "6.00 of 79.6 GiB" in view.value)
     pretend_cards(monkeypatch, [GIB], [(5, GIB)])
-    view.places.read_now()
-    assert "&lt;img src=x&gt;" in view.places.value and "<img" not in view.places.value
+    view.read_now()
+    assert "&lt;img src=x&gt;" in view.value and "<img" not in view.value
     view.close()
-    view.places.read_in_background()  # A late click raises nothing.
+    view.read_in_background()  # A late click raises nothing.
 
 
 @thorough()
 def test_view_does_not_import_torch() -> None:
     code = """
 import sys
-from shardscope_widgets.run.free_memory import FreeView
-FreeView()
+from shardscope_widgets.run.free_memory import FreeMemoryList
+FreeMemoryList()
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -166,7 +166,7 @@ def _list_rows_with_room(ranking: Ranking, advised: EvaluatedPlan) -> NDArray[np
     """Return the rows that fit into memory of known size; no tight ones, unless the recommended plan is
     tight."""
     # Never recommend a plan on the assumption that a node has memory of which nobody gave the size.
-    wanted = ranking.feasible & ranking.is_room_known
+    wanted = ranking.is_feasible & ranking.is_room_known
     if not advised.report.is_tight:
         usable = ranking.cluster.usable_bytes_per_gpu
         wanted = wanted & (100 * ranking.peak_bytes <= TIGHT_PERCENT * usable)

@@ -96,7 +96,7 @@ def _choose_layout(default: Layout, arch: Architecture, cluster: Cluster, recipe
 def _find_fitting_rows(ranking: Ranking, micro_batch_size: int | None) -> NDArray[np.int64]:
     """Return the rows that fit not tightly into memory of known size; without any, the tight ones, then those
     of unknown size."""
-    fitting = ranking.feasible & _find_rows_inside_a_node(ranking)
+    fitting = ranking.is_feasible & _find_rows_inside_a_node(ranking)
     if micro_batch_size is not None:
         fitting = fitting & (ranking.column(MICRO_BATCH_SIZE) == micro_batch_size)
     # Over this share of the memory some measured runs ran out of it (TIGHT_PERCENT).

@@ -160,7 +160,7 @@ def _list_searched_plans(plan: Plan, names: Sequence[str]) -> list[Plan]:
     ):
         ranking = instead
     # Take plans of each verdict: the fastest ones alone might all be tight, or all need unknown memory.
-    feasible, known = ranking.feasible, ranking.is_room_known
+    feasible, known = ranking.is_feasible, ranking.is_room_known
     easy = 100 * ranking.peak_bytes <= TIGHT_PERCENT * plan.cluster.usable_bytes_per_gpu
     plans: list[Plan] = []
     launched = is_trained(plan)

@@ -36,7 +36,7 @@ class Miss:
 def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
     """Return the nearest misses, one of each framework first; empty if all plans fit or none was
     evaluated."""
-    rows = np.flatnonzero(~ranking.feasible)
+    rows = np.flatnonzero(~ranking.is_feasible)
     if not len(rows):
         return ()
     # Rank by the missing share, not by bytes: 10 GiB of a node's memory is a smaller miss than 10 GiB of a

@@ -83,7 +83,7 @@ class Ranking:
     @property
     def num_feasible(self) -> int:
         """Return the number of plans that fit with the requested headroom."""
-        return int(self.feasible.sum())
+        return int(self.is_feasible.sum())
 
     @cached_property
     def headroom_bytes(self) -> NDArray[np.int64]:
@@ -111,9 +111,11 @@ class Ranking:
         return np.repeat(np.array(names, str), [candidate.num_plans for candidate in self.candidates])
 
     @cached_property
-    def feasible(self) -> NDArray[np.bool_]:
-        """Return whether each plan fits: GPUs with the requested headroom, host memory and NVMe of its
-        nodes."""
+    def is_feasible(self) -> NDArray[np.bool_]:
+        """Whether each plan fits: GPUs with the requested headroom, host memory and NVMe of its nodes.
+
+        Shape ``(num_evaluated,)``. :meth:`why_not_launched` reports whether a plan can be launched.
+        """
         # Memory of unknown size cannot be short, so such plans count as feasible; order puts them last.
         fitting = np.ones(self.num_evaluated, bool)
         for short in self.lacks.values():
@@ -159,7 +161,7 @@ class Ranking:
     def unsaid(self) -> str:
         """Return the text on plans that fit but need memory of unknown size, and why they come last; empty if
         there are none."""
-        feasible = self.feasible
+        feasible = self.is_feasible
         num = int((feasible & ~self.is_room_known).sum())
         if not num:
             return ""
@@ -193,12 +195,6 @@ class Ranking:
         self._check_row(index)
         place = bisect_right(self._starts, index) - 1
         return self.candidates[place].build_plan(self.cluster, int(index) - self._starts[place])
-
-    @property
-    def is_feasible(self) -> NDArray[np.bool_]:
-        """Return the same as :attr:`feasible`: whether each plan's memory suffices. :meth:`why_not_launched`
-        reports for one plan whether it can be launched."""
-        return self.feasible
 
     def why_not(self, index: int) -> str:
         """Return why a plan cannot run: the memory that is short, or why it cannot be launched here; or "".
@@ -278,7 +274,7 @@ class Ranking:
         if limit is None or len(rows) < limit:
             # Fill the table with the nearest misses, so that a cluster that is too small has more than an
             # empty frame.
-            misses = np.flatnonzero(~self.feasible)
+            misses = np.flatnonzero(~self.is_feasible)
             keys = (self.step_seconds, self.total_missing_share, self.missing_share)
             misses = misses[np.lexsort([key[misses] for key in keys])]
             rows = np.concatenate([rows, misses])[:limit]
@@ -296,7 +292,7 @@ class Ranking:
             "nvme_bytes": self.nvme_bytes[rows],
             "making_bytes": self.making_bytes[rows],
             "missing_share": self.missing_share[rows],
-            "feasible": self.feasible[rows],
+            "feasible": self.is_feasible[rows],
             "is_room_known": self.is_room_known[rows],
         }
         if self.cost_per_token is not None:
@@ -329,7 +325,7 @@ class Ranking:
     def _by_speed(self) -> NDArray[np.int64]:
         """Return the rows of feasible plans, the fastest first; of equally fast ones the fewest degrees, then
         the leanest."""
-        rows = np.flatnonzero(self.feasible)
+        rows = np.flatnonzero(self.is_feasible)
         if not len(rows):
             return rows
         seconds = self.step_seconds[rows]

@@ -77,12 +77,12 @@ MAX_RETRIES = 100
 def launch(
     plan: Plan,
     task: Callable[[Context], object],
+    *,
+    on: Slurm | Ray | None = None,
     name: str | None = None,
     outlive_kernel: bool | None = None,
     folder: str | os.PathLike[str] | None = None,
     force: bool = False,
-    *,
-    on: Slurm | Ray | None = None,
     retries: int = 0,
 ) -> Run:
     """Start ``task(ctx)`` on every rank of ``plan`` and return at once.

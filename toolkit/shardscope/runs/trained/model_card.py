@@ -95,7 +95,7 @@ def build_model_card(run: Run, *, is_merged: bool = False) -> str:
         "## Results",
         _render_table(("", "loss", "perplexity"), _list_results(run)),
         "## Predicted and measured",
-        _render_table(("", "predicted", "measured", "error"), _list_measured(run, plan)),
+        _render_table(("", "predicted", "measured", "error"), _list_measured(run)),
         "## Versions",
         _render_table(("", ""), _list_versions(run)),
     ]
@@ -287,7 +287,7 @@ def _list_results(run: Run) -> Iterator[Row]:
             yield label, f"{loss:.4g}", "" if _learns_preferences(run) else perplexity
 
 
-def _list_measured(run: Run, plan: Plan) -> Iterator[Row]:
+def _list_measured(run: Run) -> Iterator[Row]:
     totals = compute_totals(run)
     measured, predicted = totals.tensor_bytes, totals.predicted_tensor_bytes
     if measured and predicted:

@@ -263,7 +263,7 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
         return  # no recorded slice has any length
     collectives, kernels = trace.collectives(), trace.kernels()
     causes = [
-        *_find_exposed_communication(trace, collectives, step_seconds),
+        *_find_exposed_communication(collectives, step_seconds),
         *_find_idle(trace, step_seconds),
         *_find_kernels(trace, kernels, step_seconds),
         *_find_copies(trace, kernels, step_seconds),
@@ -357,9 +357,7 @@ def _format_share(seconds: float, step_seconds: float) -> str:
     return f"{format_seconds(seconds)} ({100 * seconds / step_seconds:.0f} %)"
 
 
-def _find_exposed_communication(
-    trace: Trace, collectives: Collectives, step_seconds: float
-) -> Iterator[_Cause]:
+def _find_exposed_communication(collectives: Collectives, step_seconds: float) -> Iterator[_Cause]:
     """Yield the exposed communication of each axis and kind that takes 2 % of a step."""
     for row in collectives.sum_by_axis():
         if row["exposed_seconds"] < MIN_SHARE * step_seconds:

@@ -72,6 +72,7 @@ def rehearse_pipeline_stage(
     schedule, stage = _create_schedule(engine, tracker, num_micro_batches)
     rows = num_micro_batches * plan.recipe.micro_batch_size
     for step in range(NUM_STEPS):
+        note_progress(f"step {step + 1} of {NUM_STEPS}", (step + 0.5) / (NUM_STEPS + 1))
         # The first step also creates the optimizer's state and the receive buffers.
         if step == NUM_STEPS - 1:
             tracker.restart()
