@@ -66,6 +66,24 @@ def test_remaining_time_includes_time_between_steps() -> None:
     assert pace.seconds_left(10, now) == 0.0
 
 
+def test_remaining_time_includes_validation_but_no_restart() -> None:
+    pace, records = Pace(), make_records(0, range(12), 1.0)
+    # Validation takes four seconds after every fourth step, and a restart an hour after the eighth.
+    for record in records:
+        record["time"] += 4.0 * (record["step"] // 4) + 3600.0 * (record["step"] > 8)
+    pace.add(records)
+    assert pace.seconds_per_step == pytest.approx((11 + 2 * 4 + 9) / 11)
+
+
+def test_the_rate_is_the_median_of_rank_0() -> None:
+    pace = Pace()
+    assert pace.tokens_per_second is None
+    pace.add({"step": step, "rank": 0, "time": float(step), "tokens_per_second": 100.0} for step in range(9))
+    pace.add([{"step": 9, "rank": 0, "time": 9.0, "tokens_per_second": 900.0}])
+    pace.add([{"step": 9, "rank": 1, "time": 9.0, "tokens_per_second_all_ranks": 5.0}])
+    assert pace.tokens_per_second == ("tokens_per_second", 100.0)
+
+
 def test_logging_every_tenth_step_gives_seconds_per_step() -> None:
     pace = Pace()
     pace.add({"step": step, "rank": 0, "time": float(step)} for step in range(0, 200, 10))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from math import isfinite, nan
 from typing import NamedTuple
@@ -106,7 +107,7 @@ class RunFigure:
         self._agreements, self._united = {}, set()
         self._settled = set()
         self._expected = expected
-        self._most_steps = max(total_steps - 1.0, 1.0) if total_steps else float("inf")
+        self._most_steps = _find_last_step(total_steps)
         self._end = min(FIRST_STEPS, self._most_steps)
         with self.widget.batch_update():
             for trace in self.widget.data:
@@ -121,6 +122,17 @@ class RunFigure:
         self._expected = expected
         with self.widget.batch_update():
             self._show_panels((), {})
+            self._fit_axes()
+
+    def set_total_steps(self, total_steps: int | None) -> None:
+        """Set the planned number of steps, which some tasks find when their data is read."""
+        last = _find_last_step(total_steps)
+        if last == self._most_steps:
+            return
+        self._most_steps = last
+        drawn = max((line.x[-1] for line in self._lines.values() if line.x), default=0.0)
+        self._end = max(drawn, min(self._end, last))
+        with self.widget.batch_update():
             self._fit_axes()
 
     def fit_width(self, width: int) -> None:
@@ -191,7 +203,7 @@ class RunFigure:
         for metric in metrics:
             if len(self._metrics) < MAX_NAMES:
                 self._metrics[metric] = None
-        self.panels = list_panels(self._metrics)
+        self.panels = [self._name_content(panel) for panel in list_panels(self._metrics)]
         for panel in self.panels:
             if panel.metric not in self._slots:
                 used_slots = self._slots.values()
@@ -202,6 +214,12 @@ class RunFigure:
                 self._units[panel.metric] = panel.choose_unit(abs(typical))
         self._settled |= {metric for metric, value in first_values.items() if isfinite(value)}
         self._place_charts()
+
+    def _name_content(self, panel: Panel) -> Panel:
+        """Return ``panel`` titled by what its bytes are, if that is known."""
+        if self._expected is None or panel.metric != "peak_memory_bytes":
+            return panel
+        return replace(panel, title=self._expected.memory_title)
 
     def _find_predicted(self, panel: Panel) -> float | None:
         return self._expected.get(panel.metric) if self._expected else None
@@ -311,9 +329,12 @@ class RunFigure:
                 xaxis.range = [0, max(FIRST_MINUTES, *(line.x[-1] for line in lines))]
             # Room above 100 %: a line on the border of the plot would be clipped.
             if panel.is_percent:
-                yaxis.range = [0, 105]
+                yaxis.range, yaxis.autorange = [0, 105], False
             elif panel.from_zero:
-                yaxis.range = [0, self._find_axis_top(panel)]
+                yaxis.range, yaxis.autorange = [0, self._find_axis_top(panel)], False
+            elif yaxis.range is not None:
+                # Another run's chart had this slot.
+                yaxis.range, yaxis.autorange = None, True
 
     def _extend_step_axis(self, step: float) -> None:
         while step > self._end:
@@ -321,6 +342,11 @@ class RunFigure:
             # The last doubling ends at the run's planned steps instead of leaving half of the axis empty.
             is_last = self._end < self._most_steps <= doubled
             self._end = self._most_steps if is_last else doubled
+
+
+def _find_last_step(total_steps: int | None) -> float:
+    """Return the number of a run's last step, at least 1; infinity if it is not known."""
+    return max(total_steps - 1.0, 1.0) if total_steps else float("inf")
 
 
 def _find_axes(layout: go.Layout, slot: int) -> tuple[go.layout.XAxis, go.layout.YAxis]:

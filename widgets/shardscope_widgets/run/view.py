@@ -19,7 +19,7 @@ from shardscope.records.nodes import RunNode
 from shardscope.runs.explain.failure import find_first_failure
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope.runs.stop_request import Button
-from shardscope.runs.watch.pace import Pace, SlowestRank
+from shardscope.runs.watch.pace import RATES, RECENT_STEPS, Pace, SlowestRank
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.sheet import Sheet
@@ -314,6 +314,7 @@ class RunView(View):
             self._expected = run.predicted_metrics()
         if self.figure is not None:
             self.figure.set_expected(self._expected)
+            self.figure.set_total_steps(run.num_steps)
             # All samples are redrawn, which is skipped until there is a newer one.
             if samples and samples[-1]["time"] != self._gpu_time:
                 self._gpu_time = samples[-1]["time"]
@@ -495,23 +496,23 @@ class RunView(View):
         loss = latest.get("loss")
         if is_number(loss) or is_known:
             entries.append((f"{loss:.3f}" if is_number(loss) else PLACEHOLDER, "loss", "Rank 0, last step"))
-        # A user's function may log the rate of its own rank only.
-        for name, label in (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "rank 0")):
-            rate = latest.get(name)
-            if is_number(rate):
-                entries.append((format_short(rate), f"tokens/s, {label}", "Last step"))
-                break
-        else:
-            if is_known:
-                entries.append((PLACEHOLDER, "tokens/s, all ranks", "Last step"))
+        rate, why = self._pace.tokens_per_second, f"Median of the last {RECENT_STEPS} steps"
+        if rate is not None:
+            whose = "all ranks" if rate[0] == RATES[0] else "rank 0"
+            entries.append((format_short(rate[1]), f"tokens/s, {whose}", why))
+        elif is_known:
+            entries.append((PLACEHOLDER, "tokens/s, all ranks", why))
         return entries
 
     def _list_time_figures(self, run: ss.Run, has_ended: bool) -> list[tuple[str, str, str]]:
         """Return the remaining or the total time as (figure, name, tooltip)."""
         total = run.num_steps
         left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None
+        if left is not None and self._pace.last_step == (total or 0) - 1:
+            why = "All steps are done: samples, the last checkpoint and the model are written"
+            return [("finishing", "all steps done", why)]
         if left is not None:
-            why = "The remaining steps at the speed of the last ones"
+            why = "The remaining steps at the mean speed of the last ones, with validation and checkpoints"
             return [(f"about {run_html.format_seconds(left)}", "remaining", why)]
         if has_ended:
             seconds = _find_duration(run)

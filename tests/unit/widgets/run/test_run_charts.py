@@ -396,3 +396,23 @@ def test_a_legend_says_which_line_is_which_ranks(world_size: int, text: str) -> 
     assert strip_markup(view.legend.value).strip().endswith(text) and ("<svg" in view.legend.value) == bool(
         text
     )
+
+
+def test_a_chart_in_the_place_of_another_runs_has_an_axis_of_its_own() -> None:
+    figure = RunFigure()
+    figure.start_run(1, None, 10, ["loss", "tokens_per_second"])
+    figure.add_records([make_record(step, tokens_per_second=3000.0) for step in range(10)])
+    assert figure.widget.layout.yaxis2.range[1] > 3000
+    figure.start_run(1, None, None, ["loss", "validation_loss"])
+    figure.add_records([make_record(step, validation_loss=1.5) for step in range(10)])
+    titles = [panel.title for panel in figure.panels]
+    assert titles[:2] == ["loss", "validation loss"]
+    assert figure.widget.layout.yaxis2.range is None and figure.widget.layout.yaxis2.autorange
+
+
+def test_the_step_axis_ends_with_steps_that_are_known_late() -> None:
+    figure = RunFigure()
+    figure.start_run(1, None, None, ["loss"])
+    assert figure.widget.layout.xaxis.range == (0, 40)
+    figure.set_total_steps(23)
+    assert figure.widget.layout.xaxis.range == (0, 22)

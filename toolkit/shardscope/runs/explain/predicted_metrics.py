@@ -21,6 +21,8 @@ class PredictedMetrics:
     """Predicted peak of one rank."""
     memory_content: str
     """Content of these bytes: on a GPU all tensors at the peak, on a CPU those that outlive a step."""
+    memory_title: str = "memory"
+    """Its name in a chart's title."""
     step_seconds: float | None = None
     """Prediction of ``plan.step()`` at launch."""
     tokens_per_second: float | None = None
@@ -54,15 +56,16 @@ def predict_metrics(plan: Plan, description: Mapping[str, object], engine: objec
     if plan.cluster.gpu.name == "cpu":
         parts = report.at("optimizer")
         tensor_bytes = parts["parameters"] + parts["gradients"] + parts["optimizer"]
-        content = "parameters, gradients and optimizer"
+        content, title = "parameters, gradients and optimizer", "training state"
     else:
         tensor_bytes = sum_tensor_bytes(report.components)
-        content = "tensors at the peak"
+        content, title = "tensors at the peak", "peak memory"
     seconds, source = _read_predicted_step(description)
     tokens = plan.num_micro_batches * plan.recipe.micro_batch_size * plan.recipe.seq_len
     return PredictedMetrics(
         peak_memory_bytes=int(tensor_bytes),
         memory_content=content,
+        memory_title=title,
         step_seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
         step_source=source,

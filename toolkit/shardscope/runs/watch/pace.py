@@ -6,13 +6,17 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple, TypeGuard
 
 RECENT_STEPS = 20
 """Number of latest steps per rank that are used: the speed of a run may change."""
 EVEN_EXCESS = 0.02
 """Relative difference of step times below which ranks count as equally fast."""
+LONGEST_PAUSE = 10
+"""A longer time between two steps counts as this multiple of the median."""
+RATES = ("tokens_per_second_all_ranks", "tokens_per_second")
+"""Metrics with tokens per second. A user's function may log the rate of its own rank only."""
 BEHIND_STEPS = 3
 """Number of step times without a new step after which a rank counts as behind the others."""
 MIN_BEHIND_SECONDS = 2.0
@@ -50,6 +54,7 @@ class Pace:
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
         self._logged: dict[int, deque[tuple[int, float]]] = {}
+        self._rates: dict[str, deque[float]] = {name: deque(maxlen=RECENT_STEPS) for name in RATES}
         self.seconds_ahead: Mapping[int, float] = {}
         """Seconds by which ranks' clocks are ahead of rank 0's, where they differ (several nodes)."""
 
@@ -65,6 +70,9 @@ class Pace:
             seconds = record.get("step_seconds")
             if _is_finite(seconds) and seconds > 0:
                 self._seconds.setdefault(rank, deque(maxlen=RECENT_STEPS)).append(float(seconds))
+            for name, rates in self._rates.items():
+                if rank == 0 and _is_finite(rate := record.get(name)):
+                    rates.append(float(rate))
 
     @property
     def last_step(self) -> int | None:
@@ -73,14 +81,27 @@ class Pace:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median wall-clock seconds from one step to the next, including data loading and checkpoints."""
+        """Mean wall-clock seconds from one step to the next: data loading, validation and checkpoints too."""
         if not self._logged:
             return None
         # Any rank will do, because steps are synchronous; the longest history is the most precise.
         logged = max(self._logged.values(), key=len)
-        pairs = pairwise(logged)
+        pairs = list(pairwise(logged))
         between = [(after - before) / (later - earlier) for (earlier, before), (later, after) in pairs]
-        return max(0.0, median(between)) if between else None
+        if not between:
+            return None
+        # Validation and checkpoints come again; the pause until a failed run is started again does not.
+        longest = LONGEST_PAUSE * median(between)
+        return max(0.0, fmean(min(seconds, longest) for seconds in between))
+
+    @property
+    def tokens_per_second(self) -> tuple[str, float] | None:
+        """The metric of rank 0 with the rate of all ranks, else that of its own, and the median of the latest
+        steps."""
+        for name, rates in self._rates.items():
+            if rates:
+                return name, median(rates)
+        return None
 
     def seconds_left(self, num_steps: int, now: float) -> float | None:
         """Return the seconds until ``num_steps`` steps are done, at epoch time ``now``; None if unknown."""
