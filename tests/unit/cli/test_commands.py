@@ -185,7 +185,9 @@ def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--on", "pbs"], "invalid choice: 'pbs'"),
         (["plan", "--modle", "2m"], "Nearest fix: --model."),
         (["plan", "--gpus", "8"], "Nearest fix: shardscope plan --help."),
+        (["plan", "--bogus"], "Nearest fix: shardscope plan --help."),
         (["plan", "one.json", "two.json"], "unrecognized arguments: two.json"),
+        (["plan", "--model", "2m", "--layout", "zero", "stage=1", "stage=2"], "stage is there twice"),
         (["attach", "missing"], "does not exist"),
         (["trace", "missing"], "missing"),
     ],
@@ -194,6 +196,11 @@ def test_wrong_values_end_with_2_and_the_librarys_message(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     assert message in run(tmp_path, *arguments, code=2)
+
+
+def test_a_plan_file_of_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bin.json").write_bytes(b"\xff\xfe")
+    assert "a plan.json in UTF-8" in run(tmp_path, "plan", "bin.json", code=2)
 
 
 def test_runs_and_attach_show_runs_of_a_folder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.requirements import THOROUGH, examples, sample, thorough
 
 import shardscope as ss
 from shardscope.catalog import links
+from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.advice.advice import Advice, recommend
 from shardscope.planner.advice.plan_evaluator import LARGEST_MICRO_BATCH, PAYS
 from shardscope.planner.memory_needs import fits
@@ -91,6 +92,33 @@ def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework()
         assert PAYS * plan.step().seconds < advice.plan.step().seconds or (
             PAYS * plan.memory().peak_bytes < advice.plan.memory().peak_bytes
         ), "an alternative does something better that counts"
+
+
+def test_one_more_setting_is_worth_half_the_time() -> None:
+    """Parameters on the host as well leave room for a micro-batch of four."""
+    cluster = replace(ss.Cluster.parse("4x2xl40s-48gb"), host_memory_bytes=2**39)
+    recipe = ss.Recipe(seq_len=2048, global_batch_size=256)
+    advised = ss.recommend(ss.models["qwen2.5-72b"], cluster, recipe).plan
+    fastest = ss.search(ss.models["qwen2.5-72b"], cluster, recipe).best
+    assert advised is not None and advised.step().seconds < 1.1 * fastest.step().seconds
+
+
+def test_a_plan_that_can_be_launched_is_not_given_up_for_one_that_cannot() -> None:
+    advice = ss.recommend(
+        ss.models["llama-3.1-70b"], ss.Cluster.parse("8xa100-sxm-80gb"), ss.Recipe(method="lora")
+    )
+    assert advice.plan is not None and why_not_trained(advice.plan) is None
+    assert any("cannot be launched here" in turn.answer for turn in advice.path)
+
+
+def test_the_simplest_plan_is_named_so_only_if_it_is() -> None:
+    """DDP fits with full recomputation; FSDP2 is advised because it is faster."""
+    recipe = ss.Recipe(precision="bf16", global_batch_size=32)
+    advice = ss.recommend(ss.models["granite-3.1-2b"], ss.Cluster.parse("2xa100-sxm-40gb"), recipe)
+    assert advice.plan is not None and advice.plan.layout.framework == "fsdp2"
+    assert "the simplest plan that fits" not in advice.why
+    alone = ss.recommend(ss.models["llama-3.2-1b"], ss.Cluster.parse("1xh100-sxm-80gb"), ss.Recipe())
+    assert "the simplest plan that fits" in alone.why
 
 
 @thorough()

@@ -110,6 +110,9 @@ class Tuning:
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
 
+    def __call__(self, ctx: object) -> None:
+        raise NotImplementedError
+
 
 @pytest.mark.parametrize(
     ("recipe", "task", "source", "advised"),
@@ -132,6 +135,12 @@ def test_a_rate_that_is_far_too_high_is_reported_with_the_rule(
     if isinstance(task, ss.Pretrain):
         assert isinstance(finding.task, ss.Pretrain) and finding.task.learning_rate == advised
         assert find_by_name(plan, "learning-rate-against-batch", finding.task) is None
+
+
+@pytest.mark.parametrize("task", [ss.Pretrain, 3, "pretrain"])
+def test_what_cannot_be_launched_is_no_task(task: object) -> None:
+    with pytest.raises(ValueError, match=r"findings\.task is .*a callable f\(ctx\)"):
+        make_plan().findings(task)
 
 
 def test_lions_rate_is_three_to_ten_times_smaller_than_adamws() -> None:
@@ -458,6 +467,9 @@ class TrainsWeights:
     """A task that begins from the weights of a folder."""
 
     weights, num_steps, warmup, learning_rate = "folder", 100, 3, None
+
+    def __call__(self, ctx: object) -> None:
+        raise NotImplementedError
 
 
 def test_bf16_on_cpu_ranks_without_bf16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,20 @@ def test_repairs_of_any_plan_are_all_enough_and_none_is_much_slower(plan: ss.Pla
     assert len(enough) <= 1
 
 
+def test_older_gpus_get_fp16_and_never_bf16() -> None:
+    recipe = {"seq_len": 512, "precision": "fp32", "optimizer": "sgd"}
+    old, new = (
+        {
+            change.plan.recipe.precision
+            for ladder in list_ladders(make_plan("llama-3.2-1b", gpu, ss.Layout.ddp(), **recipe))
+            for change in ladder
+        }
+        for gpu in ("1xt4-16gb", "1xa100-sxm-40gb")
+    )
+    assert "fp16-mixed" in old and not any(precision.startswith("bf16") for precision in old)
+    assert "bf16-mixed" in new and "fp16-mixed" not in new
+
+
 def test_a_sufficient_change_that_is_sixty_times_as_slow_is_not_offered() -> None:
     plan = make_plan(
         "llama-3.1-405b", "8x8xh100-sxm-80gb", ss.Layout.fsdp2(offload="cpu"), global_batch_size=64

@@ -206,6 +206,10 @@ def test_diff_is_per_step_and_rank(tmp_path: Path) -> None:
     here = load(tmp_path / "here", make_run(num_steps=5))
     slower = [event for number in range(10) for event in make_step(number, 1000 * number, gemm=700)]
     diff = here.diff(load(tmp_path / "there", {0: slower}))
+    with pytest.raises(ValueError, match=r"diff\.other is .*ss\.Trace\.load\(path\)"):
+        here.diff("there")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"compare\.plan is "):
+        here.compare("there")  # type: ignore[arg-type]
     assert list(diff.to_frame().columns) == ["name", "kind", "seconds", "other_seconds", "difference_seconds"]
     first = diff[0]
     assert (first["name"], first["kind"]) == ("ampere_bf16_s16816gemm_bf16_128x128", "matmul")

@@ -71,9 +71,10 @@ def _check_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:
         if word.startswith("-"):
             option = word.partition("=")[0]
             # argparse has no public list of a parser's options.
-            known = sorted(name for name in parser._option_string_actions if name.startswith("--"))
-            fix = find_similar(option, known) or f"{parser.prog} --help"
-            refuse("option", option, ", ".join(known), fix)
+            names = sorted(name[2:] for name in parser._option_string_actions if name.startswith("--"))
+            similar = find_similar(option.lstrip("-"), names)
+            fix = f"--{similar}" if similar else f"{parser.prog} --help"
+            refuse("option", option, ", ".join(f"--{name}" for name in names), fix)
     if words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
 

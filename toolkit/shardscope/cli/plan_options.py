@@ -116,6 +116,8 @@ def parse_fields(option: str, words: Sequence[str]) -> dict[str, object]:
         name, separator, text = word.partition("=")
         if not separator or not name.isidentifier():
             refuse(option, word, FIELDS_METAVAR, f"{name}=..." if name.isidentifier() else "seq_len=4096")
+        if name in fields:
+            refuse(option, word, f"each field once; {name} is there twice", f"leave {word} out")
         fields[name] = parse_value(text)
     return fields
 
@@ -177,4 +179,7 @@ def _read_stored_plan(name: str) -> Plan:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         refuse("plan", name, f"the path of a {PLAN_FILE} or its folder", "--model NAME --cluster NAME")
+    except UnicodeDecodeError as error:
+        allowed = f"a {PLAN_FILE} in UTF-8; byte {error.start} of this file is none"
+        refuse("plan", name, allowed, "--out plan.json, which writes one")
     return ss.Plan.from_json(text)

@@ -62,7 +62,9 @@ def add_commands(commands: Commands) -> None:
         "  shardscope plan plan.json --cluster 2x8xh100-sxm-80gb --json",
     )
     add_plan_options(parser)
-    parser.add_argument("--out", metavar="FILE", help="write the plan to this file")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the plan to this file, or as plan.json into this folder"
+    )
     parser.set_defaults(run=show_plan)
 
     parser = add_command(
@@ -77,7 +79,9 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--limit", type=_read_limit, default=10, metavar="N", help="rows to print; default: 10"
     )
-    parser.add_argument("--out", metavar="FILE", help="write the best plan to this file")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the best plan to this file, or as plan.json into this folder"
+    )
     parser.set_defaults(run=search_plans)
 
     parser = add_command(

@@ -163,7 +163,8 @@ class Plan(Serializable):
         ``task`` is the task to launch (a ``Pretrain``, or a function ``f(ctx)``, whose source is parsed): its
         learning rate, data and checkpoint are checked too. ``runs`` are earlier runs
         (:func:`shardscope.runs`), which show whether this plan was ever profiled. A check is skipped if one
-        of its figures is unknown. Raises ``ValueError`` if ``runs`` has anything but runs.
+        of its figures is unknown. Raises ``ValueError`` for a ``task`` that cannot be launched as one, and if
+        ``runs`` has anything but runs.
         """
         from shardscope.runs.checks.findings import collect_findings
 

@@ -33,7 +33,6 @@ from shardscope.runs.launch.launch import (
     check_launch,
     check_name,
     check_plan,
-    check_task,
     max_cpu_ranks,
     start_run,
     trains_the_plan,
@@ -51,6 +50,7 @@ from shardscope.runs.sweep_grid import (
     format_value,
 )
 from shardscope.runs.task_fields import record_task_fields
+from shardscope.runs.task_source import check_task
 from shardscope.runs.totals import compute_totals, iterate_records
 from shardscope.runs.trained.model_card import read_validation_losses
 from shardscope.training.checkpoints.choice import choose_by_name, list_runs_by_name
@@ -99,7 +99,7 @@ def sweep(
     name = time.strftime("sweep_%Y-%m-%d_%H-%M-%S") if name is None else name
     check_name("sweep.name", name, MAX_NAME_LENGTH - HASH_LENGTH - 1)
     check_plan(plan)
-    check_task(task)
+    check_task("launch.task", task)
     grid = build_grid(plan, task, over, name)
     for combination in grid:
         _check_combination(combination, parent, force=force)

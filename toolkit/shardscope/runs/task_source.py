@@ -1,4 +1,4 @@
-"""The source text of a task that is the user's own function or script."""
+"""Whether an object is a task, and the source text of the user's own function or script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ import ast
 import functools
 import inspect
 
+from shardscope.core.errors import refuse
 from shardscope.runs.checks.script import Script
+from shardscope.training.tasks.lazy_functions import refuse_lazy_function
+
+
+def check_task(field: str, task: object) -> None:
+    """Raise ``ValueError`` that names ``field`` unless ``task`` can be called as one."""
+    allowed = "a callable f(ctx), such as your own function or ss.Pretrain(...)"
+    if inspect.isclass(task):  # Calling a class would only construct a task on every rank, not run it.
+        refuse(field, task, allowed, f"{task.__name__}(...)")
+    if not callable(task):
+        refuse(field, task, allowed, "def task(ctx): ...")
+    refuse_lazy_function(field, task)
 
 
 def read_source(task: object) -> str | None:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardscope.core.errors import refuse
 from shardscope.records.json_files import read_json
 from shardscope.trace.argument_blocks import EventArguments
 from shardscope.trace.loading.alignment import Align, align_ranks, check_align
@@ -444,6 +445,8 @@ class Trace:
         """
         from shardscope.trace.analysis.diff import compare_traces  # circular import
 
+        if not isinstance(other, Trace):
+            refuse("diff.other", other, "a Trace", "ss.Trace.load(path)")
         return compare_traces(self, other)
 
     def compare(self, plan: Plan | None = None) -> PlanComparison:
@@ -454,12 +457,7 @@ class Trace:
         """
         from shardscope.trace.analysis.plan_comparison import compare_with_plan  # circular import
 
-        plan = plan or self.plan
-        if plan is None:
-            raise ValueError(
-                "This trace belongs to no run, so its plan is unknown. Fix: trace.compare(plan)."
-            )
-        return compare_with_plan(self, plan)
+        return compare_with_plan(self, self._choose_plan("compare", plan))
 
     def measured_rates(self, plan: Plan | None = None) -> TracedRates:
         """Return the speeds of matmuls and collectives in this trace, for the calibration of its machine.
@@ -472,12 +470,20 @@ class Trace:
         """
         from shardscope.trace.analysis.measured_rates import measure_rates  # circular import
 
-        plan = plan or self.plan
-        if plan is None:
+        return measure_rates(self, self._choose_plan("measured_rates", plan))
+
+    def _choose_plan(self, method: str, plan: object) -> Plan:
+        """Return ``plan``, or for None the plan of the run. Raises ``ValueError`` if there is none."""
+        from shardscope.core.plan import Plan, check_type  # Imported late: reading a trace needs no plan.
+
+        if plan is None and self.plan is None:
             raise ValueError(
-                "This trace belongs to no run, so its plan is unknown. Fix: trace.measured_rates(plan)."
+                f"This trace belongs to no run, so its plan is unknown. Fix: trace.{method}(plan)."
             )
-        return measure_rates(self, plan)
+        plan = self.plan if plan is None else plan
+        check_type(f"{method}.plan", plan, Plan)
+        assert isinstance(plan, Plan)
+        return plan
 
     def to_chrome(self, path: str | os.PathLike[str]) -> Path:
         """Write one Chrome trace of all ranks, for Perfetto; compressed if ``path``, the result, ends in .gz.

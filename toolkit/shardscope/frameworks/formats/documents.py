@@ -112,7 +112,7 @@ def read_json(file: str | Path) -> Document:
     check_depth(name, text)
     values = parse_json(name, text)
     if not isinstance(values, dict):
-        refuse(name, values, "one JSON object", Value({...}))
+        refuse(name, values, "one JSON object", Value({}))
     return Document(name=name, values=values, lines=find_key_lines(text))
 
 

@@ -23,6 +23,7 @@ from shardscope.core.layout import (
     list_divisors,
 )
 from shardscope.core.ops import group_equal, maximum, where
+from shardscope.frameworks.megatron.families import check_family
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -237,8 +238,10 @@ class MegatronLayout(Layout):
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
         """Raise ``ValueError`` for combinations that megatron-core 0.16 asserts against.
 
-        They concern the distributed optimizer, megatron-core's own attention, and experts with biases.
+        They concern families that it has no layers for, the distributed optimizer, megatron-core's own
+        attention, and experts with biases.
         """
+        check_family(architecture)
         if recipe.optimizer != "adamw" and self.distributed_optimizer:
             refuse(
                 "Recipe.optimizer",

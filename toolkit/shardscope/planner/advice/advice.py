@@ -13,10 +13,10 @@ from html import escape
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Cluster
-from shardscope.core.errors import Value, check_choice, find_nearest, refuse
+from shardscope.core.errors import FieldError, Value, check_choice, find_nearest, refuse
 from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
-from shardscope.frameworks.registry import why_not_trained
+from shardscope.frameworks.registry import check_trained
 from shardscope.planner.abilities import TITLES
 from shardscope.planner.advice import (
     descriptions,
@@ -28,7 +28,6 @@ from shardscope.planner.advice.alternatives import list_alternatives, list_near_
 from shardscope.planner.advice.plan_evaluator import PAYS, EvaluatedPlan, PlanEvaluator, lacks_bf16
 from shardscope.planner.advice.plans_from_search import MAX_ALTERNATIVES
 from shardscope.planner.advice.question_path import Draft, QuestionPath
-from shardscope.planner.advice.size_questions import SPLIT
 from shardscope.planner.differences import does_the_same
 
 TOKENS_PER_PARAMETER = 20
@@ -123,9 +122,9 @@ def recommend(
     stays the same.
 
     No evaluated plan, and no plan of a search over all layouts, is as simple as the recommended one and both
-    faster and leaner. ``current`` is the plan that the user has on screen; if it fits with room and is as
-    fast within the usual prediction error (10 %), the advice is to keep it. A ``current`` for another model,
-    cluster or task is ignored.
+    faster and leaner, or takes one more setting and is leaner and 1.5 times as fast. ``current`` is the plan
+    that the user has on screen; if it fits with room and is as fast within the usual prediction error (10 %),
+    the advice is to keep it. A ``current`` for another model, cluster or task is ignored.
 
     Raises ``ValueError`` for arguments of a wrong type, and for unknown names in ``familiar_with``. If
     nothing fits, there is no error: :attr:`Advice.plan` is None, and :attr:`Advice.alternatives` has the
@@ -239,15 +238,15 @@ def _check_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
 
 def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Sequence[Alternative]) -> str:
     plan, report = best.plan, best.report
-    # First the decision. "The simplest plan that fits" is said only where the questions about memory decided.
-    sentences = [f"Start with {descriptions.name_plan(plan)}: the simplest plan that fits here."]
+    # First the decision. "The simplest plan that fits" is said only where memory decided, not speed.
+    sentences = [f"Start with {descriptions.name_plan(plan)}."]
+    if path.rung == path.first_rung:
+        sentences = [f"Start with {descriptions.name_plan(plan)}: the simplest plan that fits here."]
     if path.keeps_on_screen:
         sentences = [
             f"Keep the current plan: {descriptions.name_plan(plan)}.",
             "It fits" + _describe_speed(best, alternatives),
         ]
-    elif path.rung in (SPLIT, last_questions.OUTDOES):
-        sentences = [f"Start with {descriptions.name_plan(plan)}."]
     sentences.append(
         f"It {descriptions.describe_needs(best)}" + (", which is tight." if report.is_tight else ".")
     )
@@ -274,8 +273,14 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Seque
         )
     if descriptions.describe_unknown_memory(best):
         sentences.append(descriptions.describe_unknown_memory(best))
-    if (refusal := why_not_trained(plan)) is not None:
-        sentences.append(f"Shardscope plans and exports it; it cannot be launched here: {refusal}")
+    try:
+        check_trained(plan)
+    except FieldError as refusal:
+        # Without its fix, which may not fit.
+        sentences.append(
+            "Shardscope plans and exports it; it cannot be launched here, where "
+            f"{refusal.field} would have to be {refusal.allowed}."
+        )
     sentences.append("Use a more complex plan only if a measured run shows the need.")
     return " ".join(sentences)
 
@@ -285,8 +290,9 @@ def _describe_speed(best: EvaluatedPlan, alternatives: Sequence[Alternative]) ->
         return "."
     error = f"{100 * (PAYS - 1):.0f} %, our usual prediction error"
     sentence = f", and no layout that the questions lead to is faster by more than {error}."
-    if any(plan.step().seconds * PAYS < best.seconds for plan, _ in alternatives):
-        sentence += " One of the alternatives is."
+    here = [plan for plan, _ in alternatives if plan.cluster == best.plan.cluster]
+    if any(plan.step().seconds * PAYS < best.seconds for plan in here):
+        sentence += " A layout of the search is: it is among the alternatives."
     return sentence
 
 

@@ -12,7 +12,7 @@ from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.planner.advice import descriptions
 from shardscope.planner.advice.plan_evaluator import PAYS, WORTH_A_SETTING
-from shardscope.planner.advice.plans_from_search import find_better
+from shardscope.planner.advice.plans_from_search import WORTH_ONE_MORE, find_better
 from shardscope.planner.advice.question_path import describe_figures
 from shardscope.planner.advice.simplicity import is_dominating
 from shardscope.planner.repairs.savings import find_savings
@@ -111,8 +111,8 @@ def _is_as_good(path: QuestionPath, mine: EvaluatedPlan, current: EvaluatedPlan)
 
 
 def ask_dominating_plan(path: QuestionPath) -> None:
-    """Ask whether an equally simple plan, evaluated here or found by a search, is faster and needs less
-    memory."""
+    """Ask whether a plan that is about as simple, evaluated here or found by a search, is faster and needs
+    less memory."""
     first = path.current
     # Repeat, because the plan that dominates may itself be dominated. Each round needs less memory, so it
     # ends.
@@ -128,11 +128,12 @@ def ask_dominating_plan(path: QuestionPath) -> None:
     less = format_gib(first.report.peak_bytes - current.report.peak_bytes)
     path.record_turn(
         OUTDOES,
-        "Is a plan that is as simple faster, and needs less memory?",
+        "Is a plan that is about as simple faster, and needs less memory?",
         f"Yes: {path.name_plan(current)}, {path.compare_plans(current, first)}, with {less} GiB less.",
         describe_figures(current),
         "A search over all layouts is compared with the questions; of two plans as simple as each other the "
-        "slower one that needs more memory is never advised.",
+        "slower one that needs more memory is never advised. One more setting is worth it if the step is "
+        f"{WORTH_ONE_MORE:g} times as fast.",
         current,
         taken=True,
     )

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 MAX_ALTERNATIVES = 2
 NEAR = 1.05
 """Largest ratio of step times that a prediction cannot distinguish: the simplest of such plans is offered."""
+WORTH_ONE_MORE = 1.5
+"""How many times faster a plan must be to be advised although it takes one more setting."""
 MAX_CHECKED = 400
 """Number of the search's fastest plans that are checked for whether they can be launched here."""
 
@@ -58,10 +60,10 @@ def search_all_layouts(evaluator: PlanEvaluator) -> Ranking | None:
 def find_better(
     evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
 ) -> EvaluatedPlan | None:
-    """Return a plan of the search that is as simple as ``advised``, leaner and faster, one of the two
-    clearly.
+    """Return a plan of the search that is leaner and faster than ``advised``, one of the two clearly.
 
-    None if there is none that can be launched here.
+    It is as simple, or takes one more setting and is much faster (:data:`WORTH_ONE_MORE`). None if there is
+    none that can be launched here.
     """
     if advised.seconds is None:
         return None
@@ -73,7 +75,8 @@ def find_better(
     # to advise another plan.
     better = (seconds < advised.seconds) & (peak < advised.report.peak_bytes)
     counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
-    simple = (effort <= limit.effort) & (settings <= limit.settings)
+    allowed = np.where(seconds * WORTH_ONE_MORE < advised.seconds, limit.settings + 1, limit.settings)
+    simple = (effort <= limit.effort) & (settings <= allowed)
     return _find_first_launched(evaluator, ranking, rows[better & counts & simple])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice import descriptions, layout_ladder
 from shardscope.planner.advice.plan_evaluator import (
     PAYS,
@@ -53,6 +54,8 @@ class QuestionPath:
         self.current: EvaluatedPlan | None = None
         self.rung = ""
         """Key of the question that :attr:`current` answers."""
+        self.first_rung = ""
+        """Key of the first question that a plan answers: the simplest that fits."""
         self.settings: list[Repair] = []
         """Single settings that make :attr:`current` faster and save memory."""
         self.seen: dict[str, Outcome] = {}
@@ -99,7 +102,13 @@ class QuestionPath:
         looser = current.report.is_tight and not best.report.is_tight
         stays = current.moves_activations and not best.moves_activations
         answer = f"Yes: {how}, {comparison}."
-        # 4. Reasons to take it, the strongest first: it is not tight, keeps activations on the GPU, is
+        # 4. The same framework trains one and not the other, whatever is installed.
+        same_framework = best.plan.layout.framework == current.plan.layout.framework
+        if same_framework and is_trained(current.plan) and not is_trained(best.plan):
+            answer = f"Yes, {how}, {comparison}, but it cannot be launched here."
+            self.record_turn(key, question, answer, describe_figures(best), why, best)
+            return
+        # 5. Reasons to take it, the strongest first: it is not tight, keeps activations on the GPU, is
         # clearly faster, dominates, or needs clearly less memory at no cost.
         if looser and not is_faster(current, best, SAFE):
             answer = f"Yes: {how}, which is not tight, and {comparison}."
@@ -143,6 +152,7 @@ class QuestionPath:
 
     def set_current(self, key: str, evaluated: EvaluatedPlan) -> None:
         """Make ``evaluated`` the current plan."""
+        self.first_rung = self.first_rung or key
         self.rung, self.current = key, evaluated
 
     def record_turn(

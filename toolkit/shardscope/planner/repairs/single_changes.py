@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.core.cluster import BEFORE_AMPERE
 from shardscope.core.layout import list_divisors
 from shardscope.core.serialization import replace_fields
 from shardscope.prediction.support import list_supported
@@ -19,7 +20,6 @@ from shardscope.prediction.support import list_supported
 if TYPE_CHECKING:
     from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
-    from shardscope.core.recipe import Recipe
 
 
 class Change(NamedTuple):
@@ -55,6 +55,7 @@ RECIPE_TEXTS: dict[tuple[str, object], str] = {
     ("method", "lora"): "Train LoRA adapters only",
     ("method", "qlora"): "Train adapters over a 4-bit base (QLoRA)",
     ("precision", "bf16-mixed"): "Mixed precision (bf16)",
+    ("precision", "fp16-mixed"): "Mixed precision (fp16)",
     ("precision", "bf16"): "Pure bf16, without fp32 originals",
 }
 """Recipe values that save memory, the least intrusive of each field first."""
@@ -66,6 +67,8 @@ SAME_ALGORITHM = {
 """Optimizers that can be replaced with the same loss curve; any other replacement is the user's decision."""
 
 LESS_PRECISE = {"fp32": ("bf16-mixed", "bf16"), "bf16-mixed": ("bf16",)}
+LESS_PRECISE_BEFORE_AMPERE = {"fp32": ("fp16-mixed",)}
+"""The same for GPUs whose matrix units have no bf16."""
 
 DEGREE_TEXTS = {
     "tp": "Tensor parallel",
@@ -110,7 +113,7 @@ def _list_recipe_ladders(plan: Plan) -> Iterator[Ladder]:
         if (
             value == current
             or value not in list_supported(layout, field)
-            or not _saves_memory(recipe, field, value)
+            or not _saves_memory(plan, field, value)
         ):
             continue
         yield _build_ladder([(text, partial(_replace_recipe_fields, plan, {field: value}))])
@@ -126,14 +129,15 @@ def _list_recipe_ladders(plan: Plan) -> Iterator[Ladder]:
         )
 
 
-def _saves_memory(recipe: Recipe, field: str, value: object) -> bool:
-    """Return whether a value saves memory compared with the current one."""
-    current = getattr(recipe, field)
+def _saves_memory(plan: Plan, field: str, value: object) -> bool:
+    """Return whether a value of the recipe saves memory compared with the current one."""
+    current = getattr(plan.recipe, field)
     # The dictionaries above list replacements that keep the algorithm, or narrow the number format.
     if field == "optimizer":
         return value in SAME_ALGORITHM.get(current, ())
     if field == "precision":
-        return value in LESS_PRECISE.get(current, ())
+        has_bf16 = plan.cluster.gpu.architecture not in BEFORE_AMPERE
+        return value in (LESS_PRECISE if has_bf16 else LESS_PRECISE_BEFORE_AMPERE).get(current, ())
     if field == "method":
         return (current, value) in (("full", "lora"), ("full", "qlora"), ("lora", "qlora"))
     # "selective" saves more activations than "full", so it is no saving for a plan with full recomputation.

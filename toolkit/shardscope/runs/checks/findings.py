@@ -13,7 +13,7 @@ from shardscope.planner.checks.case import Case, replace_task_fields
 from shardscope.records.folder import RunFolder
 from shardscope.runs.checks import checkpoints, data, devices, fsdp1, loading, text, training_step, vocabulary
 from shardscope.runs.checks.script import MAX_CHARACTERS, Script
-from shardscope.runs.task_source import read_source
+from shardscope.runs.task_source import check_task, read_source
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -38,6 +38,8 @@ CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
 def collect_findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> preflight.Findings:
     """Return the findings of a plan, its task and earlier runs, as ``Plan.findings`` does."""
     earlier = _check_runs(runs)
+    if task is not None:
+        check_task("findings.task", task)
     case = Case(plan=plan, task=task)
     findings = [*preflight.run_checks(case), *text.check_text_length(case), *loading.check_data_loading(case)]
     findings += vocabulary.check_vocabulary(case)

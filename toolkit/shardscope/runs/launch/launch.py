@@ -6,7 +6,6 @@ import contextlib
 import errno
 import functools
 import importlib.util
-import inspect
 import json
 import os
 import secrets
@@ -59,8 +58,7 @@ from shardscope.runs.launch.lease import hold_lease, open_lease, release_lease, 
 from shardscope.runs.launch.packing import describe_task, pack, write_task
 from shardscope.runs.run import Run, runs
 from shardscope.runs.task_fields import record_task_fields
-from shardscope.runs.task_source import uses_engine
-from shardscope.training.tasks.lazy_functions import refuse_lazy_function
+from shardscope.runs.task_source import check_task, uses_engine
 from shardscope.training.tasks.text_task import DEFAULT_FOLDER, TextTask
 
 if TYPE_CHECKING:
@@ -207,7 +205,7 @@ def _launch_on_slurm(
 ) -> Run:
     """Submit the run as one job of Slurm. Raises as :func:`launch` does."""
     check_plan(plan)
-    check_task(task)
+    check_task("launch.task", task)
     _check_extra()
     _check_task_and_plan(plan, task, parent, name)
     if getattr(task, "profile", None) == "nsys":  # It would write one report on every node.
@@ -252,7 +250,7 @@ def _launch_on_ray(
 ) -> Run:
     """Start the run on a Ray cluster. Raises as :func:`launch` does."""
     check_plan(plan)
-    check_task(task)
+    check_task("launch.task", task)
     _check_extra()
     _check_task_and_plan(plan, task, parent, name)
     if getattr(task, "profile", None) == "nsys":  # It would write one report on every node.
@@ -313,7 +311,7 @@ def check_launch(plan: Plan, task: object, parent: Path, name: str | None) -> st
     :func:`launch` does.
     """
     check_plan(plan)
-    check_task(task)
+    check_task("launch.task", task)
     _check_extra()
     device = _check_machine(plan)
     _check_task_and_plan(plan, task, parent, name)
@@ -436,16 +434,6 @@ def check_plan(plan: object) -> None:
 
     if not isinstance(plan, Plan):
         refuse("launch.plan", plan, "a Plan", "ss.Plan(architecture, cluster, recipe, layout)")
-
-
-def check_task(task: object) -> None:
-    """Raise ``ValueError`` unless ``task`` can be called as one."""
-    allowed = "a callable f(ctx), such as your own function or ss.Pretrain(...)"
-    if inspect.isclass(task):  # Calling a class would only construct a task on every rank, not run it.
-        refuse("launch.task", task, allowed, f"{task.__name__}(...)")
-    if not callable(task):
-        refuse("launch.task", task, allowed, "def task(ctx): ...")
-    refuse_lazy_function("launch.task", task)
 
 
 def _check_task_and_plan(plan: Plan, task: object, parent: Path, name: str | None) -> None:
