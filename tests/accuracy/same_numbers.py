@@ -269,7 +269,10 @@ class Frozen:
         if kind in ("search", "advice"):
             arch, cluster, recipe = self.question(index)
             return f"{kind} {index}: {arch.name} on {cluster}, {recipe.method}, {recipe.precision}"
-        plan = self.plan(index)
+        try:
+            plan = self.plan(index)
+        except ValueError as refusal:
+            return f"{kind} {index}: {refusal}"
         recipe = plan.recipe
         return (
             f"{kind} {index}: {plan.architecture.name} on {plan.cluster}, {plan.layout.description}, "
@@ -279,16 +282,14 @@ class Frozen:
     def answer(self, kind: str, index: int) -> Any:
         """Compute the numbers of one job."""
         if kind == "plan":
-            return plan_numbers(self.plan(index))
+            # A later version may refuse a stored plan when it is made.
+            return _or_refusal(lambda: plan_numbers(self.plan(index)))
         if kind in ("search", "advice"):
             compute = {"search": search_numbers, "advice": advice_numbers}[kind]
             return _or_refusal(lambda: compute(*self.question(index)))
-        plan = self.plan(index)
-        return _or_refusal(
-            {"findings": lambda: finding_numbers(plan), "repairs": lambda: {"list": repair_numbers(plan)}}[
-                kind
-            ]
-        )
+        if kind == "findings":
+            return _or_refusal(lambda: finding_numbers(self.plan(index)))
+        return _or_refusal(lambda: {"list": repair_numbers(self.plan(index))})
 
 
 def compute(jobs: Sequence[tuple[str, int]]) -> Iterator[Any]:
