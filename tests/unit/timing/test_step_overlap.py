@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from random_plans import plans
@@ -63,3 +66,16 @@ def test_recomputation_never_shortens_a_step_with_offloading(recompute: str) -> 
         for how in ("none", recompute)
     )
     assert repeated.seconds >= plain.seconds * (1 - 1e-9)
+
+
+def test_a_faster_gpu_never_makes_the_exchange_of_keys_longer() -> None:
+    """Where launches bound a layer, keys are exchanged while the GPU waits for them, too."""
+    recipe = ss.Recipe(seq_len=8192, micro_batch_size=4, optimizer="sgd", attention="flash", loss="fused")
+    cluster = ss.Cluster.parse("8x1xgb200-186gb")
+    plan = ss.Plan(ss.Architecture.of_size("50m"), cluster, recipe, ss.Layout.fsdp2(pp=2, cp=2))
+    seconds = []
+    for factor in (1.0, 1.5, 2.0, 4.0):
+        peaks = {name: factor * peak for name, peak in cluster.gpu.peak_flops.items() if peak is not None}
+        faster = replace(cluster, gpu=replace(cluster.gpu, peak_flops=peaks))
+        seconds.append(replace(plan, cluster=faster).step().seconds)
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(seconds))

@@ -63,6 +63,8 @@ class Operators(NamedTuple):
     attention: float
     elementwise: float
     """Memory-bound operators, and waits for kernel launches."""
+    waiting: float = 0.0
+    """The waits for kernel launches, a part of ``elementwise``."""
 
     @property
     def seconds(self) -> float:
@@ -77,6 +79,7 @@ class LayerSeconds(NamedTuple):
     """Forward and backward."""
     forward: float
     forward_attention: float
+    forward_waiting: float
     recomputation: float
     """Recomputation before the layer's backward."""
     dropped_bytes: float
@@ -180,9 +183,10 @@ class LayerWork:
             forward.matrices + backward.matrices,
             forward.attention + backward.attention,
             forward.elementwise + backward.elementwise,
+            forward.waiting + backward.waiting,
         )
         recomputation = self._compute_recomputation(products, running, calls.repeated * num_kernels)
-        return LayerSeconds(both, forward.seconds, forward.attention, recomputation, saved)
+        return LayerSeconds(both, forward.seconds, forward.attention, forward.waiting, recomputation, saved)
 
     def _compute_matmuls(self, moe: bool, products: LayerProducts) -> float:
         layer_seconds = products.dense.seconds(self.tokens, self.rate)
@@ -282,7 +286,7 @@ class LayerWork:
         A CPU rank cannot overlap: it launches an operator itself, and then runs it.
         """
         waiting = self.compute_waiting(num_kernels, work.seconds)
-        return Operators(work.matrices, work.attention, work.elementwise + waiting)
+        return Operators(work.matrices, work.attention, work.elementwise + waiting, waiting)
 
     def compute_waiting(self, num_kernels: float, seconds: float) -> float:
         """Return the launch time of kernels that exceeds the ``seconds`` in which they run."""

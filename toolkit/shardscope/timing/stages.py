@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import maximum, minimum, where
+from shardscope.core.ops import largest_element, maximum, minimum, where
 from shardscope.memory.state.stages import count_recomputed_by_kind
 from shardscope.timing.collective_sums import repeat_collectives, sum_collectives
 from shardscope.timing.head import compute_end_seconds
@@ -71,6 +71,7 @@ class _Overlappable(NamedTuple):
     last_backward: float = 0.0
     first_forward: float = 0.0
     attention: float = 0.0
+    """Attention, and waits for kernel launches."""
     attention_forward: float = 0.0
     """The part of ``attention`` in ``forward``; the rest is in ``backward``."""
 
@@ -153,6 +154,10 @@ def _compute_arithmetic(
     recomputation: float = 0.0
     dropped: float = 0.0
     attention_forward: float = 0.0
+    # Keys and values are exchanged while attention runs, and while the GPU waits for launches in between.
+    exchanges_keys = largest_element(work.plan.degrees.cp) > 1
+    waiting: float = 0.0
+    waiting_forward: float = 0.0
     # Offloading sends the saved activations to the host and fetches them, in place of recomputing them.
     leaves = recipe.recompute == "offload"
     # Sums are ``a = a + b``, not ``a += b``: in place, numpy would write into an array that is shared.
@@ -165,6 +170,9 @@ def _compute_arithmetic(
         dropped = dropped + leaves * recomputed * layer.dropped_bytes
         forward = forward + layers * layer.forward
         attention_forward = attention_forward + layers * layer.forward_attention
+        if exchanges_keys:
+            waiting = waiting + layers * layer.both.waiting
+            waiting_forward = waiting_forward + layers * layer.forward_waiting
     # Embedding, head and loss: nothing on inner stages.
     end = compute_end_seconds(work, stage)
     matrices = matrices + end.forward + end.backward
@@ -182,8 +190,8 @@ def _compute_arithmetic(
             # With interleaving, all chunks' backward has run once when the last micro-batch's has.
             backward,
             forward,
-            micro_batches * attention,
-            micro_batches * attention_forward,
+            micro_batches * (attention + waiting),
+            micro_batches * (attention_forward + waiting_forward),
         )
     parts = _NO_SECONDS | {
         "matrices": micro_batches * matrices,
