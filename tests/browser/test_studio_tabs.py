@@ -148,7 +148,10 @@ def count_findings_and_fix_one(page: Any) -> None:
 def apply_advice(page: Any) -> None:
     choose_tab(page, "Plans")
     page.locator(".ss-advised").wait_for(timeout=SEARCH_TIMEOUT_MS)
-    summaries = {"Why:": ".ss-path li.ss-taken", "What each framework supports": ".ss-matrix tbody tr"}
+    summaries = {
+        "Why:": ".ss-path li.ss-taken",
+        "What can be planned with each framework": ".ss-matrix tbody tr",
+    }
     for title, rows in summaries.items():
         # While the view is being replaced, the old one is still in the page for a moment.
         page.wait_for_function(

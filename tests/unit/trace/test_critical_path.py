@@ -64,6 +64,18 @@ def test_a_stream_of_queued_kernels_is_the_path(tmp_path: Path) -> None:
     assert path.sum_by_kind()[0]["kind"] == "compute" and to_ns(path.seconds) == 9000
 
 
+def test_autograds_nodes_on_a_cpu_rank_are_the_operators_inside(tmp_path: Path) -> None:
+    events = [
+        operator(0, 1000, "autograd::engine::evaluate_function: MmBackward0"),
+        operator(100, 900, "aten::mm"),
+        operator(1000, 1100, "aten::add"),
+    ]
+    path = load_ranks(tmp_path, {0: events}).critical_path()
+    assert shorten(path) == [(0, PYTHON, 100), (0, "aten::mm", 800), (0, PYTHON, 100), (0, "aten::add", 100)]
+    assert {row["kind"]: to_ns(row["seconds"]) for row in path.sum_by_kind()} == {"compute": 900, "host": 200}
+    check_that_parts_touch(path)
+
+
 def test_a_late_launch_puts_the_host_on_the_path(tmp_path: Path) -> None:
     events = [
         operator(0, 10, "aten::mm"),

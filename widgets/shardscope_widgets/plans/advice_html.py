@@ -72,6 +72,10 @@ def _render_turn(turn: Turn) -> str:
     )
 
 
+_MATRIX_TITLE = "What can be planned with each framework"
+"""Not all that a framework can do has formulas."""
+
+
 def render_matrix(table: Abilities) -> str:
     """Return the abilities of each framework as a collapsed table, whose tooltips name the options."""
     head = "".join(f"<th scope='col'>{escape_with_units(title)}</th>" for title in table.titles.values())
@@ -84,8 +88,8 @@ def render_matrix(table: Abilities) -> str:
     )
     ways = "".join(f"<td>{escape_with_units(usage)}</td>" for usage in table.ergonomics.values())
     return (
-        "<details class='ss-fold' data-key='support'><summary>What each framework supports</summary>"
-        "<div class='ss-scroll' tabindex='0' role='region' aria-label='What each framework supports'>"
+        f"<details class='ss-fold' data-key='support'><summary>{_MATRIX_TITLE}</summary>"
+        f"<div class='ss-scroll' tabindex='0' role='region' aria-label='{_MATRIX_TITLE}'>"
         f"<table class='ss-table ss-matrix'><thead><tr><td></td>{head}</tr></thead><tbody>{rows}"
         f"<tr class='ss-ways'><th scope='row'>how it is used</th>{ways}</tr></tbody></table></div></details>"
     )

@@ -316,9 +316,15 @@ def _render_cell(name: str, value: object) -> str:
 
 
 def _render_columns(lines: Sequence[dict[str, object]]) -> str:
-    """Render rows as a table with one column per run, which leaves room for the curves."""
+    """Render rows as a table with one column per run, which leaves room for the curves.
+
+    What no run has, such as the target of runs of this machine, has no row.
+    """
+    cells = {name: [_format_value(name, line.get(name)) for line in lines] for name in COLUMNS}
     rows = {
-        name: "".join(f"<td>{_format_value(name, line.get(name))}</td>" for line in lines) for name in COLUMNS
+        name: "".join(f"<td>{value}</td>" for value in values)
+        for name, values in cells.items()
+        if any(value not in ("", "–") for value in values)
     }
     head = rows.pop("run").replace("td>", "th>")
     body = "".join(

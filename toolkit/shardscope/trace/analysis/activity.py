@@ -218,6 +218,19 @@ class Activity:
         return is_operator
 
     @cached_property
+    def is_wrapper_of_compute(self) -> Mask:
+        """Mask of wrappers, and of what else only contains operators that compute: autograd's nodes.
+
+        Of ``evaluate_function: MmBackward0`` the time belongs to the matmul inside.
+        """
+        around = self.is_wrapper.copy()
+        parents = np.unique(self.trace.parents[self.is_compute])
+        while len(parents := parents[parents >= 0]):
+            around[parents[~self.is_compute[parents]]] = True
+            parents = np.unique(self.trace.parents[parents])
+        return around
+
+    @cached_property
     def _is_on_collective_track(self) -> Mask:
         has_collective = np.zeros(len(self.trace.tracks), dtype=bool)
         has_collective[self.trace.track_index[self.is_host_collective]] = True

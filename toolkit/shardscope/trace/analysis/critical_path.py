@@ -140,10 +140,11 @@ class _RankWork:
         tracks = trace.track_index[self.work]
         self.streams = {int(track): self.work[tracks == track] for track in np.unique(tracks)}
         # Outermost CPU slices of all threads, cut so that no two overlap.
-        on_cpu = ~activity.on_gpu[rank.index] & ~activity.is_wrapper[rank.index]
+        is_wrapper = activity.is_wrapper if rank.on_gpu else activity.is_wrapper_of_compute
+        on_cpu = ~activity.on_gpu[rank.index] & ~is_wrapper[rank.index]
         cpu = np.flatnonzero(on_cpu & ~activity.is_python[rank.index]) + first
         parents = trace.parents[cpu]
-        outermost = cpu[(parents < 0) | activity.is_wrapper[np.maximum(parents, 0)]]
+        outermost = cpu[(parents < 0) | is_wrapper[np.maximum(parents, 0)]]
         start, end = find_exclusive_parts(trace.start_ns[outermost], activity.end_ns[outermost])
         order = np.flatnonzero(end > start)
         order = order[np.argsort(start[order], kind="stable")]
