@@ -233,6 +233,18 @@ def test_too_many_shards_are_reported() -> None:
     assert find_by_name(make_plan("llama-3.1-8b"), "sharded-too-finely") is None
 
 
+def test_more_ranks_than_experts_are_replicated() -> None:
+    """Eight experts over 64 ranks: 56 have none, and all-gathers are padded to 64 experts."""
+    crowded = make_plan("mixtral-8x7b", "64xh100-sxm-80gb", global_batch_size=64)
+    finding = find_by_name(crowded, "more-ranks-than-experts")
+    assert finding is not None and finding.plan is not None and finding.change.startswith("replicate=8")
+    saved = crowded.memory().peak_bytes - finding.plan.memory().peak_bytes
+    assert saved == finding.number > 0.2 * crowded.memory().peak_bytes
+    assert "on the fullest of 64 ranks" in crowded.memory().explain("parameters")
+    few = make_plan("mixtral-8x7b", "8xh100-sxm-80gb", global_batch_size=64)
+    assert find_by_name(few, "more-ranks-than-experts") is None
+
+
 # ----------------------------------------------------------------------------------------- precision
 
 

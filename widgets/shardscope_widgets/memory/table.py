@@ -7,6 +7,7 @@ from html import escape
 
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
+from shardscope.planner.checks.sharding import has_ranks_without_experts
 from shardscope.planner.memory_needs import list_host_and_nvme_needs
 from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, add_sign, render_part_table
@@ -45,7 +46,9 @@ def _describe_ranks(shown: ShownMemory, mode: Mode) -> str:
     num_stages = len(report.by_stage)
     if num_stages == 1:
         devices = count_devices(plan.cluster)
-        return f"same on all {devices}" if plan.world_size > 1 else f"on one {devices.partition(' ')[2]}"
+        if plan.world_size == 1:
+            return f"on one {devices.partition(' ')[2]}"
+        return f"{'fullest of' if has_ranks_without_experts(plan) else 'same on all'} {devices}"
     ranks = f"{plan.world_size // plan.degrees.pp:,} ranks each"
     num_shown = len(choose_stages(report))
     if mode == "stages" and num_shown < num_stages:

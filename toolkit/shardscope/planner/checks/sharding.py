@@ -1,16 +1,27 @@
-"""Checks of all-gathers: repeated although the parameters could be kept, or too small for the link's
-latency."""
+"""Checks of shards: all-gathers repeated although there is room, or too small for the link's latency; more
+ranks than experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
-from shardscope.planner.checks.case import NOTICEABLE, Case, evaluate_variants, find_fastest
+from shardscope.planner.checks.case import (
+    NOTICEABLE,
+    Case,
+    evaluate_variants,
+    find_fastest,
+    predict_memory,
+    replace_plan_fields,
+)
 from shardscope.planner.checks.number_format import format_bandwidth, format_percent
 from shardscope.timing.report import format_seconds
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
 
 FIELD = "reshard_after_forward"
 
@@ -80,6 +91,50 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
         number=part,
         change=f"replicate={fixed.plan.degrees.replicate}: shard over {few} ranks",
         plan=fixed.plan,
+    )
+
+
+def has_ranks_without_experts(plan: Plan) -> bool:
+    """Return whether experts are sharded over more ranks than there are experts."""
+    experts = plan.architecture.mixture_of_experts
+    can_replicate = "replicate" in plan.layout.choices
+    return (
+        experts is not None and can_replicate and plan.degrees.shard * plan.degrees.cp > experts.num_experts
+    )
+
+
+def check_expert_shards(case: Case) -> Iterator[Finding]:
+    """Report experts that are sharded over more ranks than there are experts.
+
+    ``fully_shard`` cuts each tensor along its first dimension, which of stacked experts has one row for each
+    expert (torch 2.13, _fsdp_param.py; transformers 5, ``MixtralExperts``): ranks beyond hold no expert, and
+    all-gathers are padded to one expert for each rank.
+    """
+    plan = case.plan
+    experts = plan.architecture.mixture_of_experts
+    if experts is None or not has_ranks_without_experts(plan):
+        return
+    shards = plan.degrees.shard * plan.degrees.cp
+    replicas = next(
+        (more for more in list_divisors(plan.degrees.shard) if shards // more <= experts.num_experts), None
+    )
+    if replicas is None or case.memory is None:
+        return
+    copies = plan.degrees.replicate * replicas
+    changed = replace_plan_fields(plan, layout={"replicate": copies})
+    memory = None if changed is None else predict_memory(changed)
+    if memory is None or memory.peak_bytes > (1 - NOTICEABLE) * case.memory.peak_bytes:
+        return
+    saved = case.memory.peak_bytes - memory.peak_bytes
+    yield Finding(
+        name="more-ranks-than-experts",
+        severity="warning",
+        why=f"fully_shard gives each rank whole experts: {shards - experts.num_experts} of {shards} ranks "
+        f"have none of the {experts.num_experts}, and each all-gather of them is padded to {shards} experts. "
+        f"Sharded over {shards // replicas} ranks, each GPU needs {format_gib(saved)} GiB less.",
+        number=float(saved),
+        change=f"replicate={copies}: shard over {shards // replicas} ranks",
+        plan=changed,
     )
 
 

@@ -147,12 +147,22 @@ def _compute_parameters(plan: Plan, stage: Stage, ranks: int) -> Term:
                 f"{width.original} bytes) / {ranks} ranks, each tensor's rows rounded up (fully_shard keeps "
                 "the sharded originals; frozen weights have none in fp32)"
             )
+        if stage.shard * ranks > UNEVEN * stage.base:
+            return (
+                f"{stage.shard:,} of {stage.base:,} parameters × {width.original} bytes on the fullest of "
+                f"{ranks} ranks (fully_shard keeps the sharded originals, of which a rank has whole rows: of "
+                "stacked experts whole experts)"
+            )
         return (
             f"{stage.base:,} parameters × {width.original} bytes / {ranks} ranks, each tensor's rows rounded "
             "up (fully_shard keeps the sharded originals)"
         )
 
     return Term(base + adapters, explain)
+
+
+UNEVEN = 1.1
+"""Ratio of the fullest rank's part to an even one from which the explanation names the fullest rank."""
 
 
 def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
