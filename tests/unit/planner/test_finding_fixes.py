@@ -33,7 +33,7 @@ RECIPES: list[dict[str, Any]] = [
 ]
 BEYOND_MENDING = {
     *("checkpoint-tied-to-ranks", "reductions-in-half-precision"),
-    *("out-of-gpu-memory", "out-of-host-memory-at-start", "card-nearly-full"),
+    *("out-of-gpu-memory", "out-of-host-memory-at-start", "gpu-nearly-full"),
     *("data-loading", "updates-round-away"),
 }
 """What of an odd plan no framework, no more nodes and no other model mends: words are left."""

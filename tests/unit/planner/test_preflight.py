@@ -464,7 +464,7 @@ def test_unknown_host_memory_that_building_the_model_needs() -> None:
 
 
 def test_a_gpu_that_is_nearly_full() -> None:
-    name = "card-nearly-full"
+    name = "gpu-nearly-full"
     # Already of one sequence and whole layers: another layout would have to do it.
     plan = make_plan("qwen3-30b-a3b", layout=ss.Layout.megatron(ep=8), recompute="full", micro_batch_size=1)
     finding, memory = find_only(plan, name).run_search(), plan.memory()

@@ -76,7 +76,7 @@ def check_tight_fit(case: Case) -> Iterator[Finding]:
     # seconds.
     share = memory.peak_bytes / memory.usable_bytes
     yield Finding(
-        name="card-nearly-full",
+        name="gpu-nearly-full" if case.plan.on_gpu else "memory-nearly-full",
         severity="warning",
         why=f"The worst rank needs {format_gib(memory.peak_bytes)} of {format_gib(memory.usable_bytes)} GiB, "
         f"{format_percent(share)} of the {name_device(case.plan.cluster)}'s memory: of runs that need over "
@@ -118,18 +118,31 @@ def _describe_variant(case: Case, variant: Variant) -> str:
 
 def _report_shortage(case: Case, need: MemoryNeed) -> Finding:
     assert need.room_bytes is not None
-    whose = "The worst rank" if need.name == "GPU memory" else "A node"
+    name, kind, whose = NAMES[need.name], need.name, "A node"
+    if need.name == "GPU memory":
+        whose = "The worst rank"
+        if not case.plan.on_gpu:  # A CPU rank has a part of the host's.
+            name = kind = "memory"
     best = _find_sufficient(case)
     return Finding(
-        name=f"out-of-{NAMES[need.name]}",
+        name=f"out-of-{name}",
         severity="danger",
-        why=f"{whose} needs {format_gib(need.needed_bytes)} GiB of {need.name}, and has "
+        why=f"{whose} needs {format_gib(need.needed_bytes)} GiB of {kind}, and has "
         f"{format_gib(need.room_bytes)}: {format_gib(need.short_bytes)} GiB too little.",
         number=need.short_bytes / 2**30,
-        change=best.change if best else f"No single change is enough; several may be, by {COMBINE}",
+        change=best.change if best else _describe_no_single_change(case),
         plan=best.plan if best else None,
         search=None if best else partial(_several_changes, case.plan),
     )
+
+
+def _describe_no_single_change(case: Case) -> str:
+    """Return the text if no change is enough that keeps the training method; it names one that does not."""
+    enough = [repair for repair in case.repairs if fits(repair.plan, repair.plan.memory())]
+    if enough:
+        method = case.plan.recipe.method
+        return f"No single change that keeps method={method!r} is enough; this one is: {enough[0].change}"
+    return f"No single change is enough; several may be, by {COMBINE}"
 
 
 def _several_changes(plan: Plan) -> PlanChange | None:
