@@ -355,3 +355,14 @@ def test_changes_of_an_error_equal_its_fix_text(options: Options) -> None:
         assert apply_fix(options, error)[3:] == (framework, layout) or "Layout" in error.changes
         assert apply_fix(options, error)[2] == recipe
         assert ". Use " in error.summary
+
+
+def test_targets_of_another_model_are_left_out_and_misspelt_ones_replaced() -> None:
+    recipe = ss.Recipe(method="lora", lora_targets=("q_proj", "c_attn", "o_prj"))
+    with pytest.raises(FieldError) as caught:
+        ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+    assert caught.value.changes == {"Recipe.lora_targets": ("q_proj", "o_proj")}
+    recipe = ss.Recipe(method="lora", lora_targets=("c_attn",))
+    with pytest.raises(FieldError) as caught:
+        ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+    assert caught.value.changes == {"Recipe.lora_targets": None}

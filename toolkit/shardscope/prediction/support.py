@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import Fix, find_nearest, refuse
+from shardscope.core.errors import Fix, find_nearest, find_similar, refuse
 from shardscope.families.registry import find_family, list_families_with
 from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.head import resolve_loss
@@ -50,11 +50,17 @@ def check_targets(arch: Architecture, recipe: Recipe) -> None:
     known = {target for target, _ in arch.lora_shapes}
     for target in recipe.lora_targets:
         if target not in known:
+            # Names of another model's projections are left out, misspelt ones are replaced.
+            meant = {
+                name if name in known else find_similar(name, sorted(known)): None
+                for name in recipe.lora_targets
+            }
+            targets = tuple(filter(None, meant)) or None
             refuse(
                 "Recipe.lora_targets",
                 target,
                 f"projections of {arch.name}: {', '.join(sorted(known)) or 'none'}",
-                f"lora_targets=({find_nearest(target, sorted(known))!r},)",
+                {"lora_targets": targets},
             )
         # peft 0.21.2, utils/transformers_weight_conversion.py, converts these names to the fused experts'
         # gate_up_proj and down_proj.

@@ -35,10 +35,15 @@ def write_caption(shown: ShownMemory, mode: Mode = "peak") -> str:
         f"peak {_describe_phase(report)}",
         f"{format_gib(report.usable_bytes)} GiB usable of "
         f"{_round_gib(plan.cluster.gpu.memory_bytes / sharers)}",
-        f"likely {_round_gib(report.low_bytes)} to {_round_gib(report.high_bytes)} GiB",
+        f"likely {_format_range(report)} GiB",
         *_describe_outside_memory(shown),
     ]
     return escape(" · ".join(parts))
+
+
+def _format_range(report: MemoryReport) -> str:
+    low, high = _round_gib(report.low_bytes), _round_gib(report.high_bytes)
+    return low if low == high else f"{low} to {high}"
 
 
 def _describe_ranks(shown: ShownMemory, mode: Mode) -> str:

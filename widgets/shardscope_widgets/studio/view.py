@@ -247,6 +247,7 @@ class Studio(View):
             on_resume=self._watch_resumed,
             is_busy=lambda: self.launch.busy,
         )
+        view.observe(lambda _: call_in_loop(self._loop, self._count_runs), "num_runs")
         return self._put_on_page("Runs", view)
 
     @property
@@ -544,6 +545,9 @@ class Studio(View):
         self._show_recommendations()
         worst = sort_worst_first(self.findings)[0].severity if self.findings else ""
         self.tabs.set_badge("Checks", len(self.findings), summarize_findings(self.findings), worst)
+        self._count_runs()
+
+    def _count_runs(self) -> None:
         num_runs = self.runs.num_runs if "runs" in vars(self) else count_runs()
         self.tabs.set_badge("Runs", num_runs, f"{format_count(num_runs, 'run')} in this folder", "")
 
@@ -577,6 +581,7 @@ class Studio(View):
             self._occupied_by = run.folder
         self.notice.show_message("")
         self.trace.show_hint(TRACE_FOLLOWS)
+        self._count_runs()
         if self.task.form is not None:
             self.finetune.watch(run)
             self.tabs.value = FINE_TUNE

@@ -140,7 +140,7 @@ def test_preference_pairs_are_trained_by_dpo_with_nothing_else_to_choose(studio:
     assert plan.recipe.micro_batch_size % 2 == 0 and not plan.recipe.packing
     line = page.form.data_panel.value
     assert "Preference pairs: trained by DPO" in line and "title='Each row has a chosen and a" in line
-    assert "learns <b>60 preference pairs of pairs.jsonl</b> by <b>DPO</b>" in page.summary.value
+    assert "learns from <b>60 preference pairs of pairs.jsonl</b> by <b>DPO</b>" in page.summary.value
     assert "The reference is the model without its adapters" in page.form.note.value
     assert page.form.settings.boxes["learning_rate"].placeholder == "5e-05", (
         "a twentieth of the supervised rate"

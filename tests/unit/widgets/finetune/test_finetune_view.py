@@ -81,7 +81,7 @@ def test_rows_in_memory_are_data_as_a_file_is(files: Path, kind: str) -> None:
     name = {"frame": "a DataFrame", "dataset": "a Dataset", "rows": "a list"}[kind]
     assert view.form.inputs.data.value == f"{name} of 60 rows" == view.form.inputs.data.options[0]
     assert view.task.data.column_names == ["prompt", "completion"] and len(view.task.data) == NUM_ROWS
-    assert "learns <b>60 rows</b> in 15 epochs" in view.headline.value
+    assert "learns from <b>60 rows</b> in 15 epochs" in view.headline.value
     view.form.inputs.data.value = "rows.jsonl"
     assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl")
     view.form.inputs.data.value = f"{name} of 60 rows"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import name_device
+from shardscope.core.errors import FieldError
 from shardscope.core.number_format import format_gib
 from shardscope.planner.memory_needs import WHILE_MADE, list_memory_needs
 from shardscope.timing.report import format_seconds
@@ -158,9 +159,12 @@ def format_duration(days: float) -> str:
 
 
 def explain_missing_time(plan: Plan) -> str:
-    """Return the error message of ``plan.step()`` that names the missing figure; empty if there is none."""
+    """Return which figure ``plan.step()`` lacks, and the fix; empty if it lacks none."""
     try:
         plan.step()
+    except FieldError as refusal:
+        problem = refusal.problem[:1].lower() + refusal.problem[1:]
+        return f"{problem}. Fix: {refusal.fix}." if problem else str(refusal)
     except ValueError as refusal:
         return str(refusal)
     return ""

@@ -118,7 +118,8 @@ def _describe_variant(case: Case, variant: Variant) -> str:
 
 def _report_shortage(case: Case, need: MemoryNeed) -> Finding:
     assert need.room_bytes is not None
-    name, kind, whose = NAMES[need.name], need.name, "A node"
+    name, whose = NAMES[need.name], "A node"
+    kind: str = need.name
     if need.name == "GPU memory":
         whose = "The worst rank"
         if not case.plan.on_gpu:  # A CPU rank has a part of the host's.
