@@ -135,11 +135,12 @@ class StepReport:
 
     @cached_property
     def staged(self) -> dict[Part, float]:
-        """Seconds of local memory copies in the parts with communication.
+        """Seconds of local memory copies in the parts with communication, and to add up gradients.
 
         A part's exposed seconds are the sum of these and of its exposed communication.
         """
-        exposed = dict.fromkeys((call.part for call in self.sent), 0.0)
+        # One rank adds up the gradients of its micro-batches without any communication.
+        exposed: dict[Part, float] = dict.fromkeys((*(call.part for call in self.sent), "gradients"), 0.0)
         for call in self.sent:
             exposed[call.part] += call.exposed_seconds
         left = {part: self.parts[part] - seconds for part, seconds in exposed.items()}

@@ -17,7 +17,7 @@ Mode = Literal["peak", "step", "stages"]
 MAX_STAGES = 16
 TIERS = ("predicted", "rehearsed", "measured")
 EMPTY_NOTES = {
-    "rehearsed": "press Check memory without GPUs",
+    "rehearsed": "not rehearsed yet",
     "measured": "no run of this plan yet",
 }
 TOOLTIP_CHARACTERS = 72

@@ -91,7 +91,7 @@ def _build_layout() -> dict[str, object]:
     return {
         "autosize": True,
         "height": PIXELS,
-        "margin": {"l": 52, "r": 16, "t": 24, "b": 44},
+        "margin": {"l": 52, "r": 16, "t": 40, "b": 44},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
@@ -192,8 +192,9 @@ def draw_ranking(figure: Chart, ranking: Ranking) -> int:
                  "line": {"width": 2, "color": INK}},
             ],
             "annotations": [
+                # Above the title of the other axis, which it would overlap in a narrow chart.
                 {"x": end, "xref": "x", "xanchor": side, "y": 1, "yref": "paper", "yanchor": "bottom",
-                 "showarrow": False, "text": f"{end:.3g} GiB usable", "font": {"size": 12}},
+                 "yshift": 16, "showarrow": False, "text": f"{end:.3g} GiB usable", "font": {"size": 12}},
                 {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -46, "y": 1, "yref": "paper",
                  "yanchor": "bottom", "showarrow": False, "text": speed_title, "font": {"size": 12}},
             ],

@@ -261,7 +261,7 @@ def _render_collectives(report: StepReport, scale: Scale) -> str:
             part, "staging copies", ("–", "device memory", "–"), 2 * (scale.format(seconds),)
         )
         # Copies stand below the last collective of their part: its exposed times add up to the part's.
-        last = max(index for index, call in enumerate(report.sent) if call.part == part)
+        last = max((index for index, call in enumerate(report.sent) if call.part == part), default=-1)
         rows[last] += copied
     return (
         "<h2>Communication <span class='ss-hint'>per rank and step; the exposed times "

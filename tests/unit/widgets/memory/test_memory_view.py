@@ -71,7 +71,7 @@ def test_chart_reserves_a_row_for_every_tier() -> None:
     assert list(view.figure.layout.yaxis.categoryarray) == ["predicted", "rehearsed", "measured"]
     assert list(read_bars(view)) == ["predicted"]
     assert {a.text for a in view.figure.layout.annotations} >= {
-        "press Check memory without GPUs",
+        "not rehearsed yet",
         "no run of this plan yet",
     }
 
