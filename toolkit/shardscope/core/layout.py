@@ -181,6 +181,12 @@ class Layout(Serializable):
         return False
 
     @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel degree inside an expert: that of the other layers, in most frameworks."""
+        tp: int = getattr(self, "tp", 1)
+        return tp
+
+    @property
     def description(self) -> str:
         """The framework and this layout's distinctive options, as text for the Studio."""
         return self.title

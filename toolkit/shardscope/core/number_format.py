@@ -41,3 +41,9 @@ def format_sum(parts: Iterable[tuple[int, str]]) -> str:
         for num_bytes, what in nonzero
     )
     return " ".join(signed).removeprefix("+ ")
+
+
+def join_list(parts: Iterable[str], last: str = "and") -> str:
+    """Join texts with commas and a final ``last``: ``DDP, FSDP2 and DeepSpeed``."""
+    texts = list(parts)
+    return ", ".join(texts[:-1]) + f" {last} {texts[-1]}" if len(texts) > 1 else "".join(texts)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from shardscope.core.errors import FieldError
 from shardscope.core.layout import Layout
+from shardscope.core.number_format import join_list
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
@@ -38,6 +39,10 @@ class MemoryModel(Protocol):
     :meth:`count_weights` and :meth:`compute_training_state` are arithmetic that broadcasts: for plans whose
     numbers are :class:`~shardscope.prediction.batch.column.Column`, they return columns.
     """
+
+    counts_neighbours: bool
+    """Whether a stage's memory depends on the stages around it: a middle stage receives from both sides, and
+    so may need more than an earlier stage with more layers."""
 
     def find_shapes(self, plan: Plan) -> StageShapes:
         """Return the shapes of the pipeline stages, grouped by identical stages."""
@@ -223,8 +228,7 @@ def _add_other_frameworks(fix: str, plan: Plan) -> str:
     titles = [layout.title for layout in find_other_layouts(plan) if layout.framework not in text]
     if not titles:
         return fix
-    listed = " or ".join([", ".join(titles[:-1]), titles[-1]] if len(titles) > 1 else titles)
-    return f"{fix}, or {listed}, which {'trains' if len(titles) == 1 else 'train'} it"
+    return f"{fix}, or {join_list(titles, 'or')}, which {'trains' if len(titles) == 1 else 'train'} it"
 
 
 def find_other_layouts(plan: Plan) -> list[Layout]:

@@ -5,12 +5,11 @@ All views and "Make it fit" use this verdict. ``MemoryReport.verdict`` covers GP
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.cluster import name_device
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import format_gib, join_list
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.memory_needs import WHILE_MADE, MemoryNeed, list_memory_needs
 
@@ -52,7 +51,7 @@ def assess_plan(plan: Plan, report: MemoryReport | None = None) -> Verdict:
     if short:
         return Verdict(
             state="does not fit",
-            reason=f"Needs {_join_list(describe_shortage(need, unit) for need in short)}.",
+            reason=f"Needs {join_list(describe_shortage(need, unit) for need in short)}.",
             shortages=short,
             unknown=unknown,
         )
@@ -60,7 +59,7 @@ def assess_plan(plan: Plan, report: MemoryReport | None = None) -> Verdict:
     tight = _why_tight(report, unit) if is_tight else ""
     # Memory of unknown size is reported before a tight fit: such a plan may not start at all.
     if unknown:
-        amounts = _join_list(_describe_amount(need, unit) for need in unknown)
+        amounts = join_list(_describe_amount(need, unit) for need in unknown)
         reason = f"Needs {amounts}; how much a node has is not known."
         return Verdict(state="unknown", reason=f"{reason} {tight}".strip(), unknown=unknown)
     if is_tight:
@@ -106,8 +105,3 @@ def _why_tight(report: MemoryReport, unit: str) -> str:
         f"May run out of memory: likely {format_gib(report.low_bytes)} to {format_gib(report.high_bytes)} "
         f"GiB on each {unit}, which has {usable}."
     )
-
-
-def _join_list(parts: Iterable[str]) -> str:
-    texts = list(parts)
-    return ", ".join(texts[:-1]) + f" and {texts[-1]}" if len(texts) > 1 else "".join(texts)

@@ -169,10 +169,6 @@ class _Builder:
         self.ranks = self._place_ranks()
         self.unknown = ""
 
-    @property
-    def _expert_tp(self) -> int:
-        return int(getattr(self.plan.layout, "expert_tp", self.plan.degrees.tp))
-
     def _find_stage(self, chunk_layers: Sequence[int]) -> tuple[int, int]:
         """Return the layer's stage, and its position there with layers without experts first."""
         arch, pp, end = self.plan.architecture, self.plan.degrees.pp, 0
@@ -185,7 +181,7 @@ class _Builder:
         return stage, order.index(self.layer)
 
     def _place_ranks(self) -> tuple[RankPlace, ...]:
-        degrees, etp = self.plan.degrees, self._expert_tp
+        degrees, etp = self.plan.degrees, self.plan.layout.expert_tp
         per_stage = self.plan.world_size // degrees.pp
         return tuple(
             RankPlace(
@@ -342,7 +338,7 @@ class _Builder:
         )
 
     def _scale_experts(self, parts: Sequence[Interval], place: RankPlace) -> tuple[Interval, ...]:
-        number, share = self.plan.degrees.ep * self._expert_tp, self.dense_share
+        number, share = self.plan.degrees.ep * self.plan.layout.expert_tp, self.dense_share
         return tuple(
             tuple(share + (1 - share) * (place.expert + at) / number for at in part)  # type: ignore[misc]
             for part in parts

@@ -45,7 +45,7 @@ def predict_memory(plan: Plan) -> MemoryReport:
     shapes, modules = model.find_shapes(plan), find_modules(plan)
     stages = [model.count_weights(plan, shape) for shape in shapes.kinds]
     # With receive buffers for adjacent stages, an inner stage may need more memory than the first.
-    depends_on_neighbours = getattr(model, "counts_neighbours", False)
+    depends_on_neighbours = model.counts_neighbours
     num_kept = 1 if depends_on_neighbours else 0
     # Only stages that can have the largest peak are computed now; all others when ``by_stage`` is read.
     candidates = {

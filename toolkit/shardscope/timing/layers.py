@@ -99,7 +99,7 @@ class LayerWork:
         self.tokens: int = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
         # With sequence parallelism, norms and residuals have a part of the tokens only.
         self.cut: int = where(plan.layout.splits_sequence, degrees.tp, 1)
-        self.expert_tp: int = getattr(plan.layout, "expert_tp", degrees.tp)
+        self.expert_tp = plan.layout.expert_tp
         self.rate = rates.get_matmul_rate(PEAKS[recipe.precision])
         self.half_rate = rates.get_matmul_rate(HALF_PEAKS[recipe.precision])
         self.memory = rates.get_memory_bandwidth()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import name_device
 from shardscope.core.errors import FieldError
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import format_gib, join_list
 from shardscope.planner.memory_needs import WHILE_MADE, list_memory_needs
 from shardscope.timing.report import format_seconds
 
@@ -98,11 +98,6 @@ def describe_shortage(evaluated: EvaluatedPlan) -> str:
             what = need.name.replace(WHILE_MADE, "host memory to make the model in")
             amounts.append(f"{missing} GiB too little of {what} on each node")
     return join_list(amounts)
-
-
-def join_list(parts: list[str]) -> str:
-    """Join parts with commas and a final "and": ``DDP, FSDP2 and DeepSpeed``."""
-    return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else "".join(parts)
 
 
 def describe_speed(evaluated: EvaluatedPlan) -> str:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import name_device
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import format_gib, join_list
 from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks, is_trained
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice import descriptions
 from shardscope.planner.advice.plan_evaluator import PAYS, WORTH_A_SETTING
 from shardscope.planner.advice.plans_from_search import WORTH_ONE_MORE, find_better
@@ -41,7 +42,8 @@ def ask_room(path: QuestionPath) -> None:
     # Three cases have an answer without a change: tight, no predicted time, and nothing worth it.
     if current.report.is_tight and larger is current:
         answer = (
-            f"No: it is tight, and of runs that need over 80 % of their {device}'s memory some run out of it."
+            f"No: it is tight, and of runs that need over {TIGHT_PERCENT} % of their {device}'s memory some "
+            "run out of it."
         )
         path.record_turn("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
@@ -185,7 +187,7 @@ def ask_team(path: QuestionPath) -> None:
     current = path.current
     if current is None or not known:
         return
-    titles = descriptions.join_list([frameworks[name].title for name in known])
+    titles = join_list([frameworks[name].title for name in known])
     question = f"Is it what the team runs well ({titles})?"
     why = "A framework that a team knows saves weeks; between two that do the same it decides."
     if current.plan.layout.framework in known:
@@ -248,6 +250,4 @@ def ask_one_setting(path: QuestionPath) -> None:
         f"{saving.change}, {descriptions.compare_seconds(seconds + saving.seconds_lost, seconds)}"
         for saving in path.settings
     ]
-    path.record_turn(
-        "", question, f"Yes: {descriptions.join_list(changes)}.", describe_figures(current), why, current
-    )
+    path.record_turn("", question, f"Yes: {join_list(changes)}.", describe_figures(current), why, current)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_count, format_gib
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice import descriptions, layout_ladder
 from shardscope.planner.advice.plan_evaluator import compute_state_bytes, is_state_too_large
 from shardscope.planner.advice.question_path import describe_figures
@@ -66,7 +67,8 @@ def ask_one_gpu(path: QuestionPath) -> None:
     if outcome.wanted is None:
         path.record_turn("", question, path.explain_misfit(outcome._replace(nearest=None)), "", why)
     else:
-        tight = f"Only just: of runs that need over 80 % of their {rank}'s memory some run out of it."
+        share = f"over {TIGHT_PERCENT} % of their {rank}'s memory"
+        tight = f"Only just: of runs that need {share} some run out of it."
         answer = tight if outcome.wanted.fits else f"No: {descriptions.describe_shortage(outcome.wanted)}."
         path.record_turn(
             "", question, answer, descriptions.describe_needs(outcome.wanted), why, outcome.wanted

@@ -63,8 +63,7 @@ def _list_candidates(
     elif width == "width of the MLP":
         yield {"intermediate_size": rounded(arch.intermediate_size, multiple * tp)}
     elif width == "width of an expert" and moe is not None:
-        ranks = getattr(plan.layout, "expert_tp", tp)
-        yield {"intermediate_size": rounded(moe.moe_intermediate_size, multiple * ranks)}
+        yield {"intermediate_size": rounded(moe.moe_intermediate_size, multiple * plan.layout.expert_tp)}
     elif width in ("width of the queries", "width of the keys"):
         heads = arch.num_attention_heads if width == "width of the queries" else arch.num_key_value_heads
         # A rank's width is its number of heads times head_dim, so the heads already contribute their factors

@@ -114,9 +114,7 @@ def list_widths_on_rank(plan: Plan) -> dict[str, int]:
     if moe is None:
         widths["width of the MLP"] = _divide_up(arch.intermediate_size, tp)
     else:
-        widths["width of an expert"] = _divide_up(
-            moe.moe_intermediate_size, getattr(plan.layout, "expert_tp", tp)
-        )
+        widths["width of an expert"] = _divide_up(moe.moe_intermediate_size, plan.layout.expert_tp)
     # Latent attention has other projections, whose widths have no single name.
     if arch.latent_attention is None:
         widths["width of the queries"] = _divide_up(arch.num_attention_heads, tp) * arch.head_dim

@@ -22,6 +22,8 @@ from shardscope.memory.state.training_state import TrainingState
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
+counts_neighbours = False
+
 
 def find_shapes(plan: Plan) -> StageShapes:
     """Return the shape of the one stage, the whole model."""

@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     from shardscope.memory.state.training_state import TrainingState
 
 counts_neighbours = True
-"""Whether a stage's memory depends on the stages around it: a middle stage receives from both sides, and so
-may need more than an earlier stage with more layers."""
 
 
 def find_shapes(plan: Plan) -> StageShapes:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.report import Component
 
+counts_neighbours = False
 _DUMMIES = (
     "one half-precision gradient of each shape of matrix, returned to autograd while kernels add to the "
     "main gradients (Transformer Engine, get_dummy_wgrad)"
