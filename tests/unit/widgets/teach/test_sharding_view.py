@@ -133,9 +133,8 @@ def test_one_rank_needs_no_collective() -> None:
 
 
 def test_plan_whose_memory_has_no_formula_says_so() -> None:
-    plan = ss.Plan(
-        ss.models["falcon-180b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron()
-    )
+    recipe = ss.Recipe(seq_len=1024)
+    plan = ss.Plan(ss.models["falcon-rw-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
     view = ShardingView(plan)
     assert "cannot be drawn" in view.heading.value and view.figure.num_steps == 0
     view.show(FSDP)
