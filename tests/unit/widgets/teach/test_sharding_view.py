@@ -133,8 +133,10 @@ def test_one_rank_needs_no_collective() -> None:
 
 
 def test_plan_whose_memory_has_no_formula_says_so() -> None:
-    recipe = ss.Recipe(seq_len=1024)
-    plan = ss.Plan(ss.models["falcon-rw-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = {"model_type": "stablelm", "vocab_size": 1000, "num_key_value_heads": 4, **sizes}
+    unknown = ss.Architecture.from_hf(config, rehearse_only=True)
+    plan = ss.Plan(unknown, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
     view = ShardingView(plan)
     assert "cannot be drawn" in view.heading.value and view.figure.num_steps == 0
     view.show(FSDP)
