@@ -20,7 +20,7 @@ from shardscope.planner.repairs.repairs import describe_repairs
 GIB = 2**30
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 LLAMA = ss.models["llama-3.1-8b"]
-BUILDING_NEED = "host memory while the model is made"
+BUILDING_NEED = "host memory while the model is built"
 
 
 def compute_building_bytes(layout: ss.Layout, model: str = "llama-3.1-8b", **recipe: Any) -> Term:

@@ -12,7 +12,7 @@ from tests.launch_offers import offer_for, read_verdict
 import shardscope as ss
 from shardscope.planner.memory_needs import find_shortages, fits, list_host_and_nvme_needs, list_memory_needs
 from shardscope.planner.repairs.repairs import describe_repairs, find_steps
-from shardscope.timing.paging import count_evicted_bytes, count_paged_bytes, count_travelling_bytes
+from shardscope.timing.paging import count_evicted_bytes, count_page_transfer_bytes, count_paged_bytes
 from shardscope_widgets import Studio
 
 GIB = 2**30
@@ -162,7 +162,7 @@ def test_paged_state_that_fits_on_the_gpu_costs_no_time() -> None:
     plan = make_paged_plan("h200-sxm-141gb")
     report = plan.memory()
     assert count_paged_bytes(plan, report) > 50 * GIB
-    assert count_evicted_bytes(plan, report) == count_travelling_bytes(plan, report) == 0
+    assert count_evicted_bytes(plan, report) == count_page_transfer_bytes(plan, report) == 0
     assert list_host_and_nvme_needs(plan, report) == ()
     assert "host" not in read_verdict(plan, report)
     plain = make_paged_plan("h200-sxm-141gb", optimizer="adamw")
@@ -178,7 +178,7 @@ def test_evicted_pages_are_transferred_in_each_step() -> None:
     (host,) = list_host_and_nvme_needs(plan, report)
     assert host.needed_bytes == away, "what stays on the GPU needs no host memory"
     # Weights, gradients and moments of 7B are 108 GB: not even the update has room for all.
-    assert count_travelling_bytes(plan, report) == moments
+    assert count_page_transfer_bytes(plan, report) == moments
     link = plan.cluster.host_link.bandwidth_bytes_per_second * 0.8
     assert plan.step().parts["offload"] == pytest.approx(2 * moments / link)
 
@@ -193,7 +193,7 @@ def test_pages_evicted_only_at_the_peak_are_transferred_once() -> None:
             break
     assert (
         0
-        < count_travelling_bytes(longer, report)
+        < count_page_transfer_bytes(longer, report)
         == count_evicted_bytes(longer, report)
         < count_paged_bytes(longer, report)
     )

@@ -191,7 +191,7 @@ def test_the_search_has_the_numbers_of_each_single_plan(case: str) -> None:
         needed = {place.name: place.needed_bytes for place in list_memory_needs(plan, report)}
         assert needed.get("host memory", 0) == found.host_bytes[row], plan
         assert needed.get("NVMe", 0) == found.nvme_bytes[row], plan
-        assert needed.get("host memory while the model is made", 0) == found.making_bytes[row], plan
+        assert needed.get("host memory while the model is built", 0) == found.building_bytes[row], plan
         assert fits(plan, report) == found.is_feasible[row], plan
         assert plan.layout.framework == found.framework[row]
         assert plan.recipe.recompute == found.recompute[row]
@@ -278,7 +278,7 @@ def test_nearest_misses_are_reported_if_nothing_fits() -> None:
     # The table comes in the order of what is missing, wherever that is, and says where.
     share = table["missing_share"].to_numpy()
     assert (share > 0).all() and (share[1:] >= share[:-1]).all()
-    needed = table.loc[nearest.index, ["peak_bytes", "host_bytes", "nvme_bytes", "making_bytes"]]
+    needed = table.loc[nearest.index, ["peak_bytes", "host_bytes", "nvme_bytes", "building_bytes"]]
     assert needed["peak_bytes"] == plan.memory().peak_bytes and (needed > 0).sum() >= 1
 
 
@@ -287,7 +287,7 @@ def test_a_plan_that_lacks_host_memory_is_not_the_nearest_miss() -> None:
     table = found.to_frame(3)
     assert next(iter(table.index)) == found.misses[0].index
     row = table.iloc[0]
-    host = max(row["host_bytes"], row["making_bytes"]) / NODE.host_memory_bytes
+    host = max(row["host_bytes"], row["building_bytes"]) / NODE.host_memory_bytes
     card = row["peak_bytes"] / NODE.usable_bytes_per_gpu
     assert row["missing_share"] == pytest.approx(max(host, card) - 1)
     assert host > card, "what is nearest lacks host memory, whatever its card has to spare"
@@ -457,7 +457,7 @@ def test_few_plans_row_by_row_and_many_deduplicated_give_the_same_numbers(
         monkeypatch.setattr(table, "FEW_ROWS", most)
         results.append(ss.search(arch, NODE, ss.Recipe(seq_len=1024, global_batch_size=64)))
     by_keys, by_rows = results
-    for field in ("peak_bytes", "host_bytes", "nvme_bytes", "making_bytes"):
+    for field in ("peak_bytes", "host_bytes", "nvme_bytes", "building_bytes"):
         assert np.array_equal(getattr(by_keys, field), getattr(by_rows, field)), field
     # Sums begin with what fewest keys decide.
     np.testing.assert_allclose(by_keys.step_seconds, by_rows.step_seconds, rtol=1e-12)

@@ -92,14 +92,14 @@ def test_the_number_of_such_plans_and_the_reason_are_reported(ranking_of_unknown
     hosted = ranking_of_unknown_hosts.is_feasible & (ranking_of_unknown_hosts.host_bytes > 0)
     assert (
         f"{hosted.sum():,} of the {ranking_of_unknown_hosts.num_feasible:,} plans"
-        in ranking_of_unknown_hosts.unsaid
+        in ranking_of_unknown_hosts.unknown_memory
     )
     assert (
         f"{format_gib(int(ranking_of_unknown_hosts.host_bytes[hosted].min()))} GiB"
-        in ranking_of_unknown_hosts.unsaid
+        in ranking_of_unknown_hosts.unknown_memory
     )
-    assert "after the others" in ranking_of_unknown_hosts.unsaid
-    assert ranking_of_unknown_hosts.unsaid in repr(ranking_of_unknown_hosts)
+    assert "after the others" in ranking_of_unknown_hosts.unknown_memory
+    assert ranking_of_unknown_hosts.unknown_memory in repr(ranking_of_unknown_hosts)
 
 
 @thorough()
@@ -108,13 +108,13 @@ def test_the_best_plan_may_need_memory_of_unknown_size_if_all_do() -> None:
     assert found.num_feasible
     assert not found.is_room_known[found.order].any()
     assert found.host_bytes[found.order[0]] > 2**40
-    assert f"{found.num_feasible} of the {found.num_feasible} plans" in found.unsaid
-    assert "after the others" not in found.unsaid
+    assert f"{found.num_feasible} of the {found.num_feasible} plans" in found.unknown_memory
+    assert "after the others" not in found.unknown_memory
 
 
 def test_nothing_is_reported_if_the_host_memory_is_known() -> None:
     cluster = replace(ss.Cluster.parse("8xa10-24gb"), host_memory_bytes=2**40)
     found = ss.search(MODEL, cluster, ss.Recipe(seq_len=1024))
     assert found.num_feasible
-    assert found.unsaid == ""
+    assert found.unknown_memory == ""
     assert found.is_room_known.all()

@@ -217,8 +217,8 @@ def _print_ranking(ranking: Ranking, limit: int) -> None:
     if ranking.num_feasible > 1:
         near = f"{100 * (AS_FAST - 1):.0f} %"
         print(f"Order: plans within {near} of the fastest by fewest settings, the others by speed.")
-    if ranking.unsaid:
-        print_text(ranking.unsaid)
+    if ranking.unknown_memory:
+        print_text(ranking.unknown_memory)
     print()
     head = ("", "layout", "degrees", "recompute", "batch", "tok/s/GPU", "step s", "GiB")
     print_table(head, rows, wrap=("layout", "degrees"))

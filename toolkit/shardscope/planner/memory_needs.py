@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
 
 
-WHILE_MADE: Final = "host memory while the model is made"
+WHILE_BUILT: Final = "host memory while the model is built"
 """Name of the host memory that ranks need before the first step."""
 
 
 class MemoryNeed(NamedTuple):
     """Required and available bytes of one kind of memory."""
 
-    name: Literal["GPU memory", "host memory", "NVMe", "host memory while the model is made"]
+    name: Literal["GPU memory", "host memory", "NVMe", "host memory while the model is built"]
     needed_bytes: int
     """GPU memory: bytes on the worst rank. Host memory and NVMe: bytes on the node that needs most."""
     room_bytes: int | None
@@ -52,7 +52,7 @@ def _list_building_memory(plan: Plan) -> tuple[MemoryNeed, ...]:
         return ()
     on_a_node = rank_bytes * plan.cluster.gpus_per_node
     room = plan.cluster.host_memory_bytes
-    return (MemoryNeed(WHILE_MADE, on_a_node, room, rank_bytes),)
+    return (MemoryNeed(WHILE_BUILT, on_a_node, room, rank_bytes),)
 
 
 def list_host_and_nvme_needs(plan: Plan, report: MemoryReport) -> tuple[MemoryNeed, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib, join_list
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.memory_needs import WHILE_MADE, MemoryNeed, list_memory_needs
+from shardscope.planner.memory_needs import WHILE_BUILT, MemoryNeed, list_memory_needs
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -83,8 +83,8 @@ def describe_shortage(need: MemoryNeed, unit: str = "GPU") -> str:
 
 def _describe_amount(need: MemoryNeed, unit: str) -> str:
     of = {"GPU memory": "", "NVMe": " on NVMe"}.get(need.name, " of host memory")
-    while_made = " while the model is made" if need.name == WHILE_MADE else ""
-    return f"{format_gib(need.needed_bytes)} GiB{of}{while_made} on {_describe_owner(need, unit)}"
+    while_built = " while the model is built" if need.name == WHILE_BUILT else ""
+    return f"{format_gib(need.needed_bytes)} GiB{of}{while_built} on {_describe_owner(need, unit)}"
 
 
 def _describe_owner(need: MemoryNeed, unit: str) -> str:

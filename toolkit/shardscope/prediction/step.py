@@ -11,7 +11,7 @@ from shardscope.timing.collectives import find_bounding_link
 from shardscope.timing.explanations import explain_part
 from shardscope.timing.flops import count_hardware_flops_per_token, count_model_flops_per_token
 from shardscope.timing.layers import PEAKS
-from shardscope.timing.paging import count_travelling_bytes
+from shardscope.timing.paging import count_page_transfer_bytes
 from shardscope.timing.report import PARTS, Communication, StepReport
 from shardscope.timing.stages import StageSeconds
 
@@ -30,7 +30,7 @@ def predict_step(plan: Plan, rates: Rates) -> StepReport:
     parts: dict[Part, float] = {part: slowest.parts.get(part, bubble) for part in PARTS}
     if plan.recipe.optimizer.startswith("paged"):
         # A page is evicted before the next one is fetched: transfers alternate and overlap with nothing.
-        paged = count_travelling_bytes(plan, plan.memory())
+        paged = count_page_transfer_bytes(plan, plan.memory())
         parts["offload"] += 2 * paged / rates.host.bytes_per_second
     return _build_report(plan, rates, parts, slowest)
 

@@ -31,7 +31,7 @@ def count_evicted_bytes(plan: Plan, report: MemoryReport) -> int:
     return max(0, min(paged, report.peak_bytes + paged - report.usable_bytes))
 
 
-def count_travelling_bytes(plan: Plan, report: MemoryReport) -> int:
+def count_page_transfer_bytes(plan: Plan, report: MemoryReport) -> int:
     """Return bytes that leave the GPU in one step, and return in it.
 
     If all moments fit during the update, only the pages evicted at the peak return. Otherwise every page is

@@ -166,7 +166,7 @@ def render_misses(ranking: Ranking) -> str:
 def render_refusals(ranking: Ranking) -> str:
     """Return why frameworks are absent from the chart and why plans come last in the table."""
     titles = build_signs()
-    rows = f"<div>{escape(ranking.unsaid)}</div>" if ranking.unsaid else ""
+    rows = f"<div>{escape(ranking.unknown_memory)}</div>" if ranking.unknown_memory else ""
     rows += "".join(
         f"<div><b>{titles[name].title}</b>: {escape(why)}</div>" for name, why in ranking.refused.items()
     )

@@ -433,8 +433,8 @@ def test_rows_that_cannot_be_launched_show_the_reason() -> None:
 @thorough()
 def test_plans_with_unknown_host_memory_are_noted_under_the_table() -> None:
     ranking = ss.search(MODEL, ss.Cluster.parse("8xa10-24gb"), ss.Recipe(seq_len=1024))
-    assert ranking.unsaid
-    assert ranking.unsaid in strip_tags(show_all_plans(ranking).table.value)
+    assert ranking.unknown_memory
+    assert ranking.unknown_memory in strip_tags(show_all_plans(ranking).table.value)
 
 
 def test_table_keeps_ranking_order_until_sorted_by_speed(ranking: Any) -> None:

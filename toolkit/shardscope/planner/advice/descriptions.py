@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.cluster import name_device
 from shardscope.core.errors import FieldError
 from shardscope.core.number_format import format_gib, join_list
-from shardscope.planner.memory_needs import WHILE_MADE, list_memory_needs
+from shardscope.planner.memory_needs import WHILE_BUILT, list_memory_needs
 from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def describe_needs(evaluated: EvaluatedPlan) -> str:
     for need in list_memory_needs(evaluated.plan, evaluated.report):
         # Building the model needs memory once, and seldom the most: mention it only if it is the reason for
         # the misfit.
-        if need.name == WHILE_MADE and tuple(evaluated.short) != (need,):
+        if need.name == WHILE_BUILT and tuple(evaluated.short) != (need,):
             continue
         where = (
             f"per {name_device(evaluated.plan.cluster)}"
@@ -78,7 +78,7 @@ def describe_unknown_memory(evaluated: EvaluatedPlan) -> str:
     amounts = [
         f"{format_gib(need.needed_bytes)} GiB of {need.name}"
         for need in list_memory_needs(evaluated.plan, evaluated.report)
-        if need.room_bytes is None and need.name != WHILE_MADE
+        if need.room_bytes is None and need.name != WHILE_BUILT
     ]
     if not amounts:
         return ""
@@ -89,13 +89,13 @@ def describe_shortage(evaluated: EvaluatedPlan) -> str:
     """Return every shortage: ``12.3 GiB too little on each GPU``."""
     amounts = []
     for need in evaluated.short:
-        if need.name == WHILE_MADE and len(evaluated.short) > 1:
+        if need.name == WHILE_BUILT and len(evaluated.short) > 1:
             continue  # Shortages in the step itself come first.
         missing = format_gib(need.short_bytes)
         if need.name == "GPU memory":
             amounts.append(f"{missing} GiB too little on each {name_device(evaluated.plan.cluster)}")
         else:
-            what = need.name.replace(WHILE_MADE, "host memory to make the model in")
+            what = need.name.replace(WHILE_BUILT, "host memory to build the model in")
             amounts.append(f"{missing} GiB too little of {what} on each node")
     return join_list(amounts)
 

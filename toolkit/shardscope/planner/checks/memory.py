@@ -14,7 +14,7 @@ from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.checks.recomputation import find_recomputation
-from shardscope.planner.memory_needs import WHILE_MADE, MemoryNeed, fits, list_memory_needs
+from shardscope.planner.memory_needs import WHILE_BUILT, MemoryNeed, fits, list_memory_needs
 from shardscope.planner.repairs.combined_changes import (
     describe_change,
     find_on_more_nodes,
@@ -37,7 +37,7 @@ NAMES = {
     "GPU memory": "gpu-memory",
     "host memory": "host-memory",
     "NVMe": "nvme",
-    WHILE_MADE: "host-memory-at-start",
+    WHILE_BUILT: "host-memory-at-start",
 }
 
 
@@ -166,7 +166,7 @@ def _report_unknown(plan: Plan, need: MemoryNeed) -> Finding:
     field = "nvme_bytes" if need.name == "NVMe" else "host_memory_bytes"
     return Finding(
         name=f"{NAMES[need.name]}-not-known",
-        severity="hint" if need.name == WHILE_MADE else "warning",
+        severity="hint" if need.name == WHILE_BUILT else "warning",
         why=f"A node needs {format_gib(need.needed_bytes)} GiB of {need.name}, and how much it has is "
         "not known.",
         number=need.needed_bytes / 2**30,

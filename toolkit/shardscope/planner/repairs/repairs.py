@@ -10,7 +10,7 @@ from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages, fits, list_memory_needs
 from shardscope.planner.repairs.single_changes import Change, Ladder, list_ladders
-from shardscope.timing.paging import count_travelling_bytes
+from shardscope.timing.paging import count_page_transfer_bytes
 from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _describe_cost(repair: Repair, seconds: float) -> str:
 
 
 def _describe_paging(repair: Repair) -> str:
-    return ", while it pages" if count_travelling_bytes(repair.plan, repair.plan.memory()) else ""
+    return ", while it pages" if count_page_transfer_bytes(repair.plan, repair.plan.memory()) else ""
 
 
 def _build_repair(tried: _ChangeResult, seconds: float) -> Repair:

@@ -15,7 +15,7 @@ from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.frameworks.search_grid import DEGREES, MICRO_BATCH_SIZE
-from shardscope.planner.memory_needs import WHILE_MADE
+from shardscope.planner.memory_needs import WHILE_BUILT
 from shardscope.planner.search.nearest_misses import Miss, explain_no_plan, find_nearest_misses
 from shardscope.timing.report import HOUR_SECONDS
 
@@ -46,7 +46,7 @@ class Ranking:
     :attr:`order` ranks the plans that fit by speed, with two exceptions. Predictions cannot distinguish plans
     within 1 % of the fastest (:data:`AS_FAST`): these are ordered by the fewest degrees above 1 and options
     (offload, recomputation), then the fewest chunks, then the most headroom. Plans that need host memory or
-    NVMe of unknown size come after those that do not: :attr:`unsaid` reports their number.
+    NVMe of unknown size come after those that do not: :attr:`unknown_memory` reports their number.
     """
 
     architecture: Architecture
@@ -62,7 +62,7 @@ class Ranking:
     """Host memory on the node that needs most."""
     nvme_bytes: NDArray[np.int64]
     """NVMe on the node that needs most."""
-    making_bytes: NDArray[np.int64]
+    building_bytes: NDArray[np.int64]
     """Host memory of a node while its ranks build or load the model."""
     headroom_wanted_bytes: int
     """Requested free bytes of each GPU."""
@@ -158,7 +158,7 @@ class Ranking:
         return is_known
 
     @property
-    def unsaid(self) -> str:
+    def unknown_memory(self) -> str:
         """Return the text on plans that fit but need memory of unknown size, and why they come last; empty if
         there are none."""
         feasible = self.is_feasible
@@ -290,7 +290,7 @@ class Ranking:
             "headroom_bytes": self.headroom_bytes[rows],
             "host_bytes": self.host_bytes[rows],
             "nvme_bytes": self.nvme_bytes[rows],
-            "making_bytes": self.making_bytes[rows],
+            "building_bytes": self.building_bytes[rows],
             "missing_share": self.missing_share[rows],
             "feasible": self.is_feasible[rows],
             "is_room_known": self.is_room_known[rows],
@@ -363,7 +363,7 @@ class Ranking:
             "GPU memory": cluster.usable_bytes_per_gpu - self.headroom_wanted_bytes,
             "host memory": cluster.host_memory_bytes,
             "NVMe": cluster.nvme_bytes,
-            WHILE_MADE: cluster.host_memory_bytes,
+            WHILE_BUILT: cluster.host_memory_bytes,
         }
         return {name: room for name, room in sizes.items() if room is not None}
 
@@ -374,7 +374,7 @@ class Ranking:
             "GPU memory": self.peak_bytes,
             "host memory": self.host_bytes,
             "NVMe": self.nvme_bytes,
-            WHILE_MADE: self.making_bytes,
+            WHILE_BUILT: self.building_bytes,
         }
         return {name: needed[name] - room for name, room in self.rooms.items()}
 
@@ -416,10 +416,10 @@ class Ranking:
         return render_html_table(head, rows, f"{caption}; the best {len(rows)}")
 
     def __repr__(self) -> str:
-        unsaid = f" {self.unsaid}" if self.unsaid else ""
+        unknown_memory = f" {self.unknown_memory}" if self.unknown_memory else ""
         return (
             f"<Ranking: {self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}, "
-            f"{self.seconds:.2f} s.{unsaid}>"
+            f"{self.seconds:.2f} s.{unknown_memory}>"
         )
 
 

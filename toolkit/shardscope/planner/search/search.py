@@ -179,7 +179,7 @@ def rank_candidates(
         peak_bytes=concatenate_needs(memory, "peak"),
         host_bytes=concatenate_needs(memory, "host"),
         nvme_bytes=concatenate_needs(memory, "nvme"),
-        making_bytes=concatenate_needs(memory, "building"),
+        building_bytes=concatenate_needs(memory, "building"),
         step_seconds=np.concatenate(seconds) if seconds else np.zeros(0),
         headroom_wanted_bytes=headroom_bytes,
         refused={name: why for name, why in refused.items() if name not in evaluated_names},
