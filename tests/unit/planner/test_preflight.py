@@ -454,13 +454,13 @@ def test_unknown_host_memory_that_building_the_model_needs() -> None:
     # All ranks of a node load the model at the same time, before any of it is sharded.
     name = "out-of-host-memory-at-start"
     plan = make_plan("llama-3.2-1b", layout=ss.Layout.ddp())
-    (making,) = [place for place in list_memory_needs(plan, plan.memory()) if place.name.endswith("is made")]
-    room = making.needed_bytes - 2**30
+    (building,) = [need for need in list_memory_needs(plan, plan.memory()) if need.name.endswith("is built")]
+    room = building.needed_bytes - 2**30
     small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=room))
     assert find_only(small, name).number == 1.0
     assert find_by_name(plan, name) is None
     unknown = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=None))
-    assert find_only(unknown, "host-memory-at-start-not-known").number == making.needed_bytes / 2**30
+    assert find_only(unknown, "host-memory-at-start-not-known").number == building.needed_bytes / 2**30
 
 
 def test_a_gpu_that_is_nearly_full() -> None:
