@@ -28,7 +28,7 @@ class Miss:
     framework: str
     lacks: Mapping[str, int]
     """Missing bytes: "GPU memory" of the worst rank, "host memory", "NVMe" and "host memory while the model
-    is made" of the node that needs most."""
+    is built" of the node that needs most."""
     text: str
     """Description of the plan and of its missing memory."""
 
