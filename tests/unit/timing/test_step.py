@@ -121,6 +121,13 @@ def test_a_mask_of_a_sliding_window_hides_scores_that_are_computed() -> None:
     assert masked.parts["attention"] == pytest.approx(2 * plain.parts["attention"])
     assert masked.hardware_flops > plain.hardware_flops > masked.model_flops
     assert "all scores" in masked.explain("attention")
+    # transformers passes the mask from a sequence as long as the window on.
+    shorter, as_long = (
+        replace(windowed, recipe=replace(windowed.recipe, seq_len=length)).step() for length in (4095, 4096)
+    )
+    assert as_long.parts["attention"] > 1.9 * shorter.parts["attention"]
+    assert "causal scores" in shorter.explain("attention")
+    assert "all scores" in as_long.explain("attention")
     flash, flash_whole = (
         replace(plan, recipe=replace(plan.recipe, attention="flash")).step() for plan in (windowed, whole)
     )

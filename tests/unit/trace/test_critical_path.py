@@ -76,6 +76,13 @@ def test_autograds_nodes_on_a_cpu_rank_are_the_operators_inside(tmp_path: Path) 
     check_that_parts_touch(path)
 
 
+def test_the_data_loader_of_a_cpu_rank_keeps_its_name(tmp_path: Path) -> None:
+    loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    events = [operator(0, 1000, loader), operator(900, 950, "aten::stack"), operator(1000, 1100, "aten::mm")]
+    path = load_ranks(tmp_path, {0: events}).critical_path()
+    assert shorten(path) == [(0, loader, 1000), (0, "aten::mm", 100)]
+
+
 def test_a_late_launch_puts_the_host_on_the_path(tmp_path: Path) -> None:
     events = [
         operator(0, 10, "aten::mm"),

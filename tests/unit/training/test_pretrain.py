@@ -47,6 +47,7 @@ def test_creating_a_task_imports_no_torch() -> None:
         ("warmup", "short", r"0\.03"),
         ("learning_rate", -1.0, "0"),
         ("learning_rate", float("inf"), "10"),
+        ("learning_rate", 10**400, "10"),
         ("warmup", 51, "50"),
         ("warmup", 1.5, "2"),
         ("warmup", -0.1, "0"),

@@ -174,7 +174,7 @@ def check_number(field: str, value: object, *, low: float, high: float, default:
         number = _read_number(value)
         fallback = low if default is None else default
         refuse(field, value, allowed, Value(fallback if math.isnan(number) else min(max(number, low), high)))
-    if math.isnan(value):
+    if isinstance(value, float) and math.isnan(value):
         refuse(field, value, allowed, Value(low if default is None else default))
     # float() of an int beyond 1e308 raises OverflowError, so compare first.
     number = float(value) if abs(value) <= high else math.inf

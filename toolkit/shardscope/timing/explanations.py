@@ -94,7 +94,7 @@ def _describe_scores(plan: Plan, modules: Modules) -> str:
     everything = "all scores, as kernels skip nothing that a mask hides"
     if keys.full == seq_len:
         return everything
-    if not num_sliding or seq_len <= (arch.sliding_window or 0):
+    if not num_sliding or keys.sliding == keys.full:
         return "causal scores"
     sliding = everything if keys.sliding == seq_len else "those of the window"
     in_layers = f"in {num_sliding} layers with a window of {arch.sliding_window:,} tokens {sliding}"

@@ -73,7 +73,7 @@ def _render_turn(turn: Turn) -> str:
 
 
 _MATRIX_TITLE = "What can be planned with each framework"
-"""Not all that a framework can do has formulas."""
+"""Title of the table of abilities. Frameworks can do more than has formulas here."""
 
 
 def render_matrix(table: Abilities) -> str:

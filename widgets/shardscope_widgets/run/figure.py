@@ -130,7 +130,8 @@ class RunFigure:
         if last == self._most_steps:
             return
         self._most_steps = last
-        drawn = max((line.x[-1] for line in self._lines.values() if line.x), default=0.0)
+        by_step = {self._slots[panel.metric] for panel in self.panels if panel.by == "step"}
+        drawn = max((line.x[-1] for (slot, _), line in self._lines.items() if slot in by_step), default=0.0)
         self._end = max(drawn, min(self._end, last))
         with self.widget.batch_update():
             self._fit_axes()

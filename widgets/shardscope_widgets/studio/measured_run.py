@@ -1,4 +1,4 @@
-"""What an ended run measured, to be shown beside the prediction of its plan."""
+"""Measurements of an ended run, shown next to the prediction of its plan."""
 
 from __future__ import annotations
 

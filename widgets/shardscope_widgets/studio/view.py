@@ -97,7 +97,7 @@ class Studio(View):
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Measured steps, stored until the Time view is created."""
         self._loop = find_running_loop()
-        """The kernel's: widgets of the Studio are changed in its thread alone."""
+        """The kernel's, in whose thread the end of a run is handled."""
         self._make_questions()
         self._make_pages()
         self.sheet = Sheet(
@@ -611,7 +611,10 @@ class Studio(View):
 
     def _report_ended(self, run: ss.Run) -> None:
         """Handle the end of a run, which its view reports in a thread of its own."""
-        measured = read_measured_run(run)
+        try:
+            measured = read_measured_run(run)
+        except (OSError, ValueError):  # The run's view reports a folder that cannot be read.
+            measured = None
         call_in_loop(self._loop, lambda: self._run_ended(run, measured))
 
     def _run_ended(self, run: ss.Run, measured: MeasuredRun | None) -> None:

@@ -414,5 +414,10 @@ def test_the_step_axis_ends_with_steps_that_are_known_late() -> None:
     figure = RunFigure()
     figure.start_run(1, None, None, ["loss"])
     assert figure.widget.layout.xaxis.range == (0, 40)
+    figure.add_records([make_record(step) for step in range(3)])
+    figure.show_gpu_samples([{"time": 60.0 * n, "rank": 0, "power_watts": 300.0} for n in range(300)], 0.0)
     figure.set_total_steps(23)
     assert figure.widget.layout.xaxis.range == (0, 22)
+    figure.add_records([make_record(step) for step in range(3, 30)])
+    figure.set_total_steps(25)
+    assert figure.widget.layout.xaxis.range[1] >= 29, "what is drawn stays in the chart"

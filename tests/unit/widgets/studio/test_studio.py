@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_runs import wait_until
+from fake_runs import FakeRun, wait_until
 from ipywidgets import Button, ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
 from tests.launch_offers import offer_for, read_verdict
@@ -707,3 +707,39 @@ def test_export_button_writes_plan_files_and_keeps_edited_files(
 
     studio.architecture.name.value = "nonsense"
     assert "input marked in red" in press_export()
+
+
+class VanishedRun(FakeRun):
+    """A run whose folder is gone when its measurements are read."""
+
+    def memory(self) -> object:
+        raise OSError("no such folder")
+
+
+def test_the_end_of_a_run_is_handled_in_the_kernels_thread() -> None:
+    """A run's view reports it in a thread of its own."""
+    threads: list[str] = []
+
+    async def end_in_a_thread() -> None:
+        studio = Studio()
+        studio.launch.busy = True
+        studio.launch.button.observe(lambda _: threads.append(threading.current_thread().name))
+        run = VanishedRun([])
+        reporter = threading.Thread(target=studio._report_ended, args=(run,), name="reporter")
+        reporter.start()
+        await asyncio.to_thread(reporter.join)
+        for _ in range(100):
+            if not studio.launch.busy:
+                break
+            await asyncio.sleep(0.01)
+        assert not studio.launch.busy
+        studio.close()
+
+    asyncio.run(end_in_a_thread())
+    assert threads and "reporter" not in threads
+
+
+def test_a_run_whose_folder_vanished_frees_the_launch_button(studio: Studio) -> None:
+    studio.launch.busy = True
+    studio._report_ended(VanishedRun([]))  # type: ignore[arg-type]
+    assert not studio.launch.busy

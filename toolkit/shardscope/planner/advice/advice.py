@@ -279,7 +279,7 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Seque
         # Without its fix, which may not fit.
         sentences.append(
             "Shardscope plans and exports it; it cannot be launched here, where "
-            f"{refusal.field} would have to be {refusal.allowed}."
+            f"{refusal.field} is limited to {refusal.allowed}."
         )
     sentences.append("Use a more complex plan only if a measured run shows the need.")
     return " ".join(sentences)

@@ -115,13 +115,12 @@ def check_expert_shards(case: Case) -> Iterator[Finding]:
     if experts is None or not has_ranks_without_experts(plan):
         return
     shards = plan.degrees.shard * plan.degrees.cp
-    replicas = next(
-        (more for more in list_divisors(plan.degrees.shard) if shards // more <= experts.num_experts), None
-    )
-    if replicas is None or case.memory is None:
+    divisors = list_divisors(plan.degrees.shard)
+    factor = next((one for one in divisors if shards // one <= experts.num_experts), None)
+    if factor is None or case.memory is None:
         return
-    copies = plan.degrees.replicate * replicas
-    changed = replace_plan_fields(plan, layout={"replicate": copies})
+    num_replicas = plan.degrees.replicate * factor
+    changed = replace_plan_fields(plan, layout={"replicate": num_replicas})
     memory = None if changed is None else predict_memory(changed)
     if memory is None or memory.peak_bytes > (1 - NOTICEABLE) * case.memory.peak_bytes:
         return
@@ -131,9 +130,9 @@ def check_expert_shards(case: Case) -> Iterator[Finding]:
         severity="warning",
         why=f"fully_shard gives each rank whole experts: {shards - experts.num_experts} of {shards} ranks "
         f"have none of the {experts.num_experts}, and each all-gather of them is padded to {shards} experts. "
-        f"Sharded over {shards // replicas} ranks, each GPU needs {format_gib(saved)} GiB less.",
-        number=float(saved),
-        change=f"replicate={copies}: shard over {shards // replicas} ranks",
+        f"Sharded over {shards // factor} ranks, each GPU needs {format_gib(saved)} GiB less.",
+        number=saved / 2**30,
+        change=f"replicate={num_replicas}: shard over {shards // factor} ranks",
         plan=changed,
     )
 

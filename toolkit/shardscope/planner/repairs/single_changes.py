@@ -136,8 +136,8 @@ def _saves_memory(plan: Plan, field: str, value: object) -> bool:
     if field == "optimizer":
         return value in SAME_ALGORITHM.get(current, ())
     if field == "precision":
-        has_bf16 = plan.cluster.gpu.architecture not in BEFORE_AMPERE
-        return value in (LESS_PRECISE if has_bf16 else LESS_PRECISE_BEFORE_AMPERE).get(current, ())
+        is_old = plan.cluster.gpu.architecture in BEFORE_AMPERE
+        return value in (LESS_PRECISE_BEFORE_AMPERE if is_old else LESS_PRECISE).get(current, ())
     if field == "method":
         return (current, value) in (("full", "lora"), ("full", "qlora"), ("lora", "qlora"))
     # "selective" saves more activations than "full", so it is no saving for a plan with full recomputation.

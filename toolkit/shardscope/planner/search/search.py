@@ -61,7 +61,8 @@ def search(
     the recipe's, or the framework's default; ``plan.findings()`` reports if one of these is worth changing.
     Invalid plans are left out.
 
-    ``progress(message, fraction)`` is called repeatedly and may end the search by raising. A plan counts as
+    ``progress(message, fraction)`` is called repeatedly and may end the search by raising; the search of
+    another recipe starts again from 0. A plan counts as
     feasible if ``headroom_bytes`` of each GPU stay free. If no layout divides the global batch,
     ``Ranking.instead`` is the same search with the nearest batch that divides evenly over the GPUs; if no
     plan fits, with the chunked loss, which the grid has only if the recipe requests it. Raises ``ValueError``
@@ -88,8 +89,12 @@ def search(
     other = None if ranking.num_feasible else _find_other_recipe(recipe, cluster, is_uneven=not candidates)
     if other is None:
         return ranking
+
     # In a field of its own: the result of the requested recipe is not replaced.
-    instead = search(arch, cluster, other, names, progress, headroom_bytes=headroom_bytes)
+    def report(message: str, fraction: float) -> None:
+        _report_progress(progress, f"Another recipe: {message}", fraction)
+
+    instead = search(arch, cluster, other, names, report, headroom_bytes=headroom_bytes)
     return replace(ranking, instead=instead)
 
 

@@ -32,9 +32,8 @@ Slices: TypeAlias = "slice[int, int, None]"
 DATA_LOADING = re.compile(r"DataLoader|data_loading|load_batch|next_batch|wait_for_batch", re.IGNORECASE)
 
 # Operators that only call others: their own time is dispatch, Python or blocking, not arithmetic.
-_CONTAINERS = re.compile(
-    r"autograd::engine::|torch::autograd::|c10d::|_c10d_functional::|record_param_comms$|.*Backward\d*$"
-)
+_AUTOGRAD_NODES = re.compile(r"autograd::engine::|torch::autograd::|.*Backward\d*$")
+_CONTAINERS = re.compile(rf"{_AUTOGRAD_NODES.pattern}|c10d::|_c10d_functional::|record_param_comms$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,14 +218,15 @@ class Activity:
 
     @cached_property
     def is_wrapper_of_compute(self) -> Mask:
-        """Mask of wrappers, and of what else only contains operators that compute: autograd's nodes.
+        """Mask of wrappers, and of autograd's nodes with operators that compute inside.
 
         Of ``evaluate_function: MmBackward0`` the time belongs to the matmul inside.
         """
+        is_node = self.mask_names(_AUTOGRAD_NODES, "match")
         around = self.is_wrapper.copy()
         parents = np.unique(self.trace.parents[self.is_compute])
         while len(parents := parents[parents >= 0]):
-            around[parents[~self.is_compute[parents]]] = True
+            around[parents[is_node[parents]]] = True
             parents = np.unique(self.trace.parents[parents])
         return around
 

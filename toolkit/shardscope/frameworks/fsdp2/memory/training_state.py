@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 
 counts_neighbours = True
+UNEVEN = 1.1
+"""Ratio of the fullest rank's part to an even one from which the explanation names the fullest rank."""
 
 
 def find_shapes(plan: Plan) -> StageShapes:
@@ -139,17 +141,19 @@ def _compute_parameters(plan: Plan, stage: Stage, ranks: int) -> Term:
                 f"unsharded on each + {stage.adapters:,} of adapters × {width.original} bytes / {ranks} "
                 "(Dettmers et al. 2023, bitsandbytes)"
             )
+        if stage.shard * ranks > UNEVEN * stage.base:
+            numbers = f"{stage.shard:,} of {stage.base:,} parameters × {frozen_width} bytes"
+            if recipe.has_adapters:
+                numbers += f" + {stage.trainable_shard:,} of adapters × {width.original} bytes"
+            return (
+                f"{numbers} on the fullest of {ranks} ranks (fully_shard keeps "
+                "the sharded originals, of which a rank has whole rows: of stacked experts whole experts)"
+            )
         if recipe.has_adapters:
             return (
                 f"({stage.base:,} frozen × {frozen_width} bytes + {stage.adapters:,} of adapters × "
                 f"{width.original} bytes) / {ranks} ranks, each tensor's rows rounded up (fully_shard keeps "
                 "the sharded originals; frozen weights have none in fp32)"
-            )
-        if stage.shard * ranks > UNEVEN * stage.base:
-            return (
-                f"{stage.shard:,} of {stage.base:,} parameters × {width.original} bytes on the fullest of "
-                f"{ranks} ranks (fully_shard keeps the sharded originals, of which a rank has whole rows: of "
-                "stacked experts whole experts)"
             )
         return (
             f"{stage.base:,} parameters × {width.original} bytes / {ranks} ranks, each tensor's rows rounded "
@@ -157,10 +161,6 @@ def _compute_parameters(plan: Plan, stage: Stage, ranks: int) -> Term:
         )
 
     return Term(base + adapters, explain)
-
-
-UNEVEN = 1.1
-"""Ratio of the fullest rank's part to an even one from which the explanation names the fullest rank."""
 
 
 def _compute_initialisation(plan: Plan, stage: Stage, shards: int) -> Term:
