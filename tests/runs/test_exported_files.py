@@ -366,6 +366,9 @@ def test_megatron_core_accepts_the_exported_values(name: str) -> None:
 
 def test_every_family_that_megatron_supports_exports_known_flags() -> None:
     for arch in ss.models.values():
-        plan = ss.Plan(arch, EIGHT, ss.Recipe(seq_len=512), ss.Layout.megatron())
+        try:
+            plan = ss.Plan(arch, EIGHT, ss.Recipe(seq_len=512), ss.Layout.megatron())
+        except ValueError:  # A family without Megatron-core layers.
+            continue
         if any(file.name == "megatron_arguments.txt" for file in list_files(plan)):
             assert parse_megatron_arguments(plan)["hidden_size"] == arch.hidden_size

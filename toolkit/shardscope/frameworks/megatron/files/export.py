@@ -15,7 +15,6 @@ from shardscope.frameworks.formats.exported import Absent, Exported, render_head
 from shardscope.frameworks.formats.train_file import PACKAGES, SCRIPT_FILE, render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE
 from shardscope.frameworks.megatron.engine.launching import ONE_CONNECTION, wants_one_connection
-from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.files import TRAINED_VALUES
 from shardscope.frameworks.megatron.files.arguments import LAYOUT, RECIPE, build_arguments
 from shardscope.frameworks.megatron.limits import check_trainable
@@ -119,10 +118,6 @@ def _rename_commands(files: list[Exported | Absent]) -> list[Exported | Absent]:
 def _explain_missing_support(plan: Plan) -> str | None:
     """Return why Megatron-LM cannot build or run the plan, or None if it can."""
     arch = plan.architecture
-    try:
-        check_family(arch)
-    except ValueError as refusal:
-        return str(refusal)
     if arch.norms_per_layer != 2:
         return "megatron-core's TransformerLayer has no norms after attention and MLP."
     if not plan.on_gpu:

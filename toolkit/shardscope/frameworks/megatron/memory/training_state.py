@@ -15,7 +15,6 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, minimum, pick_largest_row, where
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, compute_padded_vocab_size
-from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.fp8 import SOURCE, compute_weight_copies, count_operand_copies
 from shardscope.frameworks.megatron.layout import count_replicas, get_layout
 from shardscope.frameworks.megatron.memory import precision_aware
@@ -50,12 +49,8 @@ _WORD = 128
 
 
 def find_shapes(plan: Plan) -> StageShapes:
-    """Return the shapes of the pipeline stages, each with the layers of all its model chunks.
-
-    Raises ``ValueError`` for a family that megatron-core has no layers for.
-    """
+    """Return the shapes of the pipeline stages, each with the layers of all its model chunks."""
     arch, degrees = plan.architecture, plan.degrees
-    check_family(arch)
     if not arch.num_moe_layers:
         return find_stage_shapes(arch, plan.stage_layers)
     chunks = (count_chunk_layers(arch, degrees.pp, degrees.vpp, number) for number in range(degrees.pp))
