@@ -122,7 +122,7 @@ def recommend(
     stays the same.
 
     No evaluated plan, and no plan of a search over all layouts, is as simple as the recommended one and both
-    faster and leaner, or takes one more setting and is leaner and 1.5 times as fast. ``current`` is the plan
+    faster and leaner, or takes one more option and is leaner and 1.5 times as fast. ``current`` is the plan
     that the user has on screen; if it fits with room and is as fast within the usual prediction error (10 %),
     the advice is to keep it. A ``current`` for another model, cluster or task is ignored.
 

@@ -134,7 +134,7 @@ def ask_dominating_plan(path: QuestionPath) -> None:
         f"Yes: {path.name_plan(current)}, {path.compare_plans(current, first)}, with {less} GiB less.",
         describe_figures(current),
         "A search over all layouts is compared with the questions; of two plans as simple as each other the "
-        "slower one that needs more memory is never advised. One more setting is worth it if the step is "
+        "slower one that needs more memory is never advised. One more option is worth it if the step is "
         f"{WORTH_ONE_MORE:g} times as fast.",
         current,
         taken=True,

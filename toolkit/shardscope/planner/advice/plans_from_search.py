@@ -21,7 +21,12 @@ from shardscope.planner.advice.plan_evaluator import (
     PlanEvaluator,
     is_faster,
 )
-from shardscope.planner.advice.simplicity import compute_simplicity, compute_simplicity_of_rows, is_dominating
+from shardscope.planner.advice.simplicity import (
+    compute_simplicity,
+    compute_simplicity_of_rows,
+    count_degrees,
+    is_dominating,
+)
 from shardscope.planner.search.search import search
 from shardscope.timing.report import format_seconds
 
@@ -35,7 +40,7 @@ MAX_ALTERNATIVES = 2
 NEAR = 1.05
 """Largest ratio of step times that a prediction cannot distinguish: the simplest of such plans is offered."""
 WORTH_ONE_MORE = 1.5
-"""How many times faster a plan must be to be advised although it takes one more setting."""
+"""How many times faster a plan must be to be advised although it takes one more option."""
 MAX_CHECKED = 400
 """Number of the search's fastest plans that are checked for whether they can be launched here."""
 
@@ -62,7 +67,7 @@ def find_better(
 ) -> EvaluatedPlan | None:
     """Return a plan of the search that is leaner and faster than ``advised``, one of the two clearly.
 
-    It is as simple, or takes one more setting and is much faster (:data:`WORTH_ONE_MORE`). None if there is
+    It is as simple, or takes one more option and is much faster (:data:`WORTH_ONE_MORE`). None if there is
     none that can be launched here.
     """
     if advised.seconds is None:
@@ -75,7 +80,10 @@ def find_better(
     # to advise another plan.
     better = (seconds < advised.seconds) & (peak < advised.report.peak_bytes)
     counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
-    allowed = np.where(seconds * WORTH_ONE_MORE < advised.seconds, limit.settings + 1, limit.settings)
+    # Another parallel degree is more to understand than an option.
+    same_degrees = ranking.num_degrees_above_one(rows) <= count_degrees(advised.plan)
+    is_worth_one = same_degrees & (seconds * WORTH_ONE_MORE < advised.seconds)
+    allowed = np.where(is_worth_one, limit.settings + 1, limit.settings)
     simple = (effort <= limit.effort) & (settings <= allowed)
     return _find_first_launched(evaluator, ranking, rows[better & counts & simple])
 

@@ -45,9 +45,13 @@ def compute_simplicity(plan: Plan, wanted: Recipe, familiar: Collection[str] = (
     """Return the simplicity of ``plan`` compared with the recipe ``wanted``, for users who know the
     ``familiar`` frameworks."""
     # What counts is what a user has to choose and understand, not how large the numbers are.
-    degrees = sum(getattr(plan.degrees, name) > 1 for name in COUNTED)
-    settings = degrees + _num_options(plan.layout) + _num_eased(plan.recipe, wanted)
+    settings = count_degrees(plan) + _num_options(plan.layout) + _num_eased(plan.recipe, wanted)
     return Simplicity(_get_effort(plan.layout.framework, familiar), settings)
+
+
+def count_degrees(plan: Plan) -> int:
+    """Return the number of parallel degrees above 1, without data parallelism."""
+    return sum(getattr(plan.degrees, name) > 1 for name in COUNTED)
 
 
 def compute_simplicity_of_rows(
