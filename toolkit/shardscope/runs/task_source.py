@@ -1,4 +1,4 @@
-"""Whether an object is a task, and the source text of the user's own function or script."""
+"""Check that an object is a task, and read the source text of the user's own function or script."""
 
 from __future__ import annotations
 

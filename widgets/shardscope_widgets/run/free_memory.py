@@ -40,7 +40,7 @@ class FreeMemoryList(Clickable):
 
 
 def schedule_first_read(free_list: FreeMemoryList) -> Debounced:
-    """Schedule the first query for after the Studio is drawn."""
+    """Query the free memory once, after the Studio is drawn."""
     later = Debounced(free_list.read_in_background, FIRST_READ_SECONDS)
     later.request()
     return later

@@ -97,10 +97,9 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
 def has_ranks_without_experts(plan: Plan) -> bool:
     """Return whether experts are sharded over more ranks than there are experts."""
     experts = plan.architecture.mixture_of_experts
-    can_replicate = "replicate" in plan.layout.choices
-    return (
-        experts is not None and can_replicate and plan.degrees.shard * plan.degrees.cp > experts.num_experts
-    )
+    if experts is None or "replicate" not in plan.layout.choices:
+        return False
+    return plan.degrees.shard * plan.degrees.cp > experts.num_experts
 
 
 def check_expert_shards(case: Case) -> Iterator[Finding]:

@@ -112,9 +112,10 @@ class Ranking:
 
     @cached_property
     def is_feasible(self) -> NDArray[np.bool_]:
-        """Whether each plan fits: GPUs with the requested headroom, host memory and NVMe of its nodes.
+        """Mask of the plans that fit, shape ``(num_evaluated,)``.
 
-        Shape ``(num_evaluated,)``. :meth:`why_not_launched` reports whether a plan can be launched.
+        They fit the GPUs with the requested headroom, and the host memory and NVMe of the nodes.
+        :meth:`why_not_launched` reports whether a plan can be launched.
         """
         # Memory of unknown size cannot be short, so such plans count as feasible; order puts them last.
         fitting = np.ones(self.num_evaluated, bool)
