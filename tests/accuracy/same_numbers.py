@@ -116,7 +116,7 @@ def search_numbers(arch: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe
     frame = ranking.to_frame()
     # "layout" is a sentence for the reader.
     columns = {name: compute_fingerprint(frame[name].tolist()) for name in frame.columns if name != "layout"}
-    instead = ranking.instead
+    alternative = ranking.alternative
     return {
         "best": ranking.best.to_dict() if ranking.num_feasible else None,
         "num_evaluated": ranking.num_evaluated,
@@ -124,7 +124,9 @@ def search_numbers(arch: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe
         "refused": sorted(ranking.refused),
         "rows": compute_fingerprint(frame.index.tolist()),
         "columns": columns,
-        "instead": instead.best.to_dict() if instead is not None and instead.num_feasible else None,
+        "instead": alternative.best.to_dict()
+        if alternative is not None and alternative.num_feasible
+        else None,
     }
 
 

@@ -320,8 +320,8 @@ def test_the_chunked_loss_is_reported_if_only_it_fits() -> None:
     small = replace(ss.Cluster.parse("1xrtx-3090-24gb"), host_memory_bytes=512 * 2**30)
     asked = ss.Recipe(seq_len=16384, global_batch_size=8)
     found = ss.search(model, small, asked)
-    assert not found.num_feasible and found.instead is not None
-    other = found.instead.best
+    assert not found.num_feasible and found.alternative is not None
+    other = found.alternative.best
     assert other.memory().fits and other.recipe == replace(
         asked,
         loss="chunked",
@@ -341,7 +341,7 @@ def test_a_batch_that_no_layout_divides_gets_the_nearest_one() -> None:
     assert "Recipe.global_batch_size" in found.refused["ddp"]
     assert found.misses == ()
     assert len(found.to_frame()) == 0
-    assert found.instead is not None and found.instead.best.recipe.global_batch_size == 7
+    assert found.alternative is not None and found.alternative.best.recipe.global_batch_size == 7
     with pytest.raises(ValueError, match=r"With a global batch of 7, .*: DDP.* tokens/s per GPU"):
         _ = found.best
     chunked = ss.Recipe(global_batch_size=8, loss="chunked")

@@ -64,7 +64,7 @@ def read_rest(plan: ss.Plan, component: str, stage: int = 0) -> int:
 )
 def test_layers_and_edges_are_the_parameters_in_memory(name: str, width: int, ranks: int) -> None:
     plan = build_plan(name)
-    (size,) = {held.own_bytes for held in shard_layer(plan, 3).get_phase("rest").held["parameters"]}
+    (size,) = {slices.own_bytes for slices in shard_layer(plan, 3).get_phase("rest").slices["parameters"]}
     assert size == LAYER * width // ranks
     assert NUM_LAYERS * size + EDGES * width // ranks == read_rest(plan, "parameters")
 
@@ -80,7 +80,7 @@ def test_layers_of_an_inner_stage_are_all_of_its_state(name: str) -> None:
         memory = layers[0].plan.memory().by_stage[stage]
         for kind, phase in (("parameters", "rest"), ("gradients", "optimizer")):
             total = sum(
-                layer.get_phase(phase).held[kind][0].own_bytes for layer in layers if layer.stage == stage
+                layer.get_phase(phase).slices[kind][0].own_bytes for layer in layers if layer.stage == stage
             )
             assert total == memory.at(phase).components[kind]
     if name == "megatron interleaved":
@@ -91,25 +91,25 @@ def test_layers_of_an_inner_stage_are_all_of_its_state(name: str) -> None:
 def test_optimizer_state_and_gradients_are_those_in_memory(name: str) -> None:
     plan, shown = build_plan(name), shard_layer(build_plan(name), 5)
     for kind in ("optimizer", "gradients"):
-        held = shown.get_phase("optimizer").held[kind][0].own_bytes
+        slices = shown.get_phase("optimizer").slices[kind][0].own_bytes
         whole = plan.memory().by_stage[0]
         total = whole.at("rest").components["optimizer"]
         if kind == "gradients":
             total = whole.at("optimizer").components["gradients"]
-        assert held == total * LAYER // LLAMA.num_parameters
+        assert slices == total * LAYER // LLAMA.num_parameters
 
 
 @pytest.mark.parametrize("name", ["zero-1", "zero-2", "megatron", "megatron buckets"])
 def test_flat_buffers_put_a_layer_on_few_ranks_and_fill_every_rank(name: str) -> None:
     layers = shard_all_layers(name)
     for layer in layers:
-        sizes = [held.own_bytes for held in layer.get_phase("rest").held["optimizer"]]
+        sizes = [slices.own_bytes for slices in layer.get_phase("rest").slices["optimizer"]]
         assert sum(sizes) == pytest.approx(12 * LAYER, abs=16)
         if "buckets" not in name:
             assert sum(size > 0 for size in sizes) <= 2
     # Embedding and head fill the rest of the first and of the last ranks.
     by_rank = [
-        sum(layer.get_phase("rest").held["optimizer"][rank].own_bytes for layer in layers)
+        sum(layer.get_phase("rest").slices["optimizer"][rank].own_bytes for layer in layers)
         for rank in range(8)
     ]
     on_rank = read_rest(layers[0].plan, "optimizer")
@@ -123,7 +123,7 @@ def test_flat_buffers_put_a_layer_on_few_ranks_and_fill_every_rank(name: str) ->
 def test_zero_keeps_the_gradients_of_whole_tensors(name: str) -> None:
     layers = shard_all_layers(name)
     kept = [
-        sum(layer.get_phase("reduced").held["gradients"][rank].own_bytes for layer in layers)
+        sum(layer.get_phase("reduced").slices["gradients"][rank].own_bytes for layer in layers)
         for rank in range(8)
     ]
     kept[0] += 2 * EMBEDDING
@@ -138,10 +138,10 @@ def test_gathered_and_unreduced_bytes_are_those_of_the_memory_model(name: str) -
     model = frameworks["fsdp2"].memory_model()
     stage = model.count_weights(plan, model.find_shapes(plan).kinds[0])
     group = compute_groups(plan, stage).dense
-    assert shown.get_phase("forward").held["parameters"][0].lent_bytes == group.all_gather_output
-    assert shown.get_phase("between").held["parameters"][0].lent_bytes == group.kept_after_forward
-    assert shown.get_phase("backward").held["gradients"][0].lent_bytes == group.reduce_scatter_input
-    assert shown.get_phase("reduced").held["gradients"][0].own_bytes == group.gradient_shard
+    assert shown.get_phase("forward").slices["parameters"][0].temporary_bytes == group.all_gather_output
+    assert shown.get_phase("between").slices["parameters"][0].temporary_bytes == group.kept_after_forward
+    assert shown.get_phase("backward").slices["gradients"][0].temporary_bytes == group.reduce_scatter_input
+    assert shown.get_phase("reduced").slices["gradients"][0].own_bytes == group.gradient_shard
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if getattr(layout, "pp", 1) == 1])
@@ -166,12 +166,12 @@ def test_ranks_together_hold_the_whole_layer_in_every_phase(name: str) -> None:
     shown = shard_layer(build_plan(name), 9)
     for phase in shown.phases:
         for kind in ("parameters", "optimizer"):
-            parts = [part for held in phase.held[kind] for part in held.own]  # type: ignore[index]
+            parts = [part for slices in phase.slices[kind] for part in slices.own]  # type: ignore[index]
             assert join_intervals(parts) == (pytest.approx((0, 1)),)
-        lent = [part for held in phase.held["parameters"] for part in held.lent]
+        temporary = [part for slices in phase.slices["parameters"] for part in slices.temporary]
         if phase.name in ("forward", "backward") and shown.sharding.gathers_for_passes:
-            assert join_intervals(lent) == (pytest.approx((0, 1)),)
-    gradients = [part for held in shown.get_phase("reduced").held["gradients"] for part in held.own]
+            assert join_intervals(temporary) == (pytest.approx((0, 1)),)
+    gradients = [part for slices in shown.get_phase("reduced").slices["gradients"] for part in slices.own]
     assert join_intervals(gradients) == (pytest.approx((0, 1)),)
 
 
@@ -184,11 +184,11 @@ def test_experts_are_spread_over_expert_parallel_ranks() -> None:
     )
     shown = shard_layer(plan, 0)
     assert shown.has_experts and shown.sharding.experts is not None
-    rest = shown.get_phase("rest").held
+    rest = shown.get_phase("rest").slices
     # Eight experts in 16 parts, and half of everything else.
     share = sum(end - start for start, end in rest["parameters"][0].own)
     assert share * shown.num_weights == pytest.approx(rest["parameters"][0].own_bytes / 2, rel=2e-3)
-    assert join_intervals([part for held in rest["optimizer"] for part in held.own]) == (
+    assert join_intervals([part for slices in rest["optimizer"] for part in slices.own]) == (
         pytest.approx((0, 1)),
     )
     stage = plan.memory().by_stage[0]
@@ -200,7 +200,7 @@ def test_experts_are_spread_over_expert_parallel_ranks() -> None:
 def test_offloaded_state_is_counted_on_the_host() -> None:
     shown = shard_layer(build_plan("fsdp2 offload"))
     assert shown.host_bytes == 16 * LAYER // 8
-    assert not any(held.own_bytes for held in shown.get_phase("rest").held["optimizer"])
+    assert not any(slices.own_bytes for slices in shown.get_phase("rest").slices["optimizer"])
 
 
 @pytest.mark.parametrize("gpu", sorted(ss.gpus))

@@ -87,7 +87,7 @@ def test_micro_batches_in_flight_are_those_of_the_predicted_memory(name: str) ->
     schedule, stages = compute_schedule(plan), plan.memory().by_stage
     for number, stage in enumerate(stages):
         assert schedule.most_in_flight[number] == count_in_flight(plan, number)[1]
-        held = [schedule.compute_memory(number, now) for now in schedule.moments]
+        held = [schedule.compute_memory(number, now) for now in schedule.event_times]
         totals = [sum(parts.values()) for parts in held]
         # The backward with the most in flight is the phase of plan.memory() itself, and nothing is above it.
         assert stage.at("backward").total in totals

@@ -55,25 +55,25 @@ class Exchange(NamedTuple):
     """Calls per step."""
 
 
-class Held(NamedTuple):
+class RankSlices(NamedTuple):
     """Slices that one rank has of one kind of the layer's state."""
 
     own: tuple[Interval, ...] = ()
     """Parts that the rank keeps, as shares of the whole layer."""
     own_bytes: int = 0
-    lent: tuple[Interval, ...] = ()
-    """Further parts that it has for a moment: all-gathered parameters, unreduced gradients."""
-    lent_bytes: int = 0
+    temporary: tuple[Interval, ...] = ()
+    """Further parts within this phase only: all-gathered parameters, unreduced gradients."""
+    temporary_bytes: int = 0
 
 
 class ShardingPhase(NamedTuple):
     """One phase of a step."""
 
     name: StepPhase
-    held: dict[Kind, tuple[Held, ...]]
+    slices: dict[Kind, tuple[RankSlices, ...]]
     """By kind and by rank of :attr:`LayerSharding.ranks`."""
     exchanges: tuple[Exchange, ...]
-    """What is sent to get here."""
+    """Collectives and sends at the start of this phase."""
 
 
 class RankPlace(NamedTuple):
@@ -277,20 +277,20 @@ class _Builder:
     # ---- State
 
     def _build_phases(self, exchanges: Sequence[Exchange]) -> tuple[ShardingPhase, ...]:
-        rest = self._hold_kind("parameters", self._subtract(lambda state: state.parameters))
-        optimizer = self._hold_kind("optimizer", self._subtract(lambda state: state.optimizer))
-        unreduced, reduced = self._hold_gradients(exchanges)
-        at_rest = self._hold_gradients_at_rest(reduced)
+        rest = self._slice_kind("parameters", self._subtract(lambda state: state.parameters))
+        optimizer = self._slice_kind("optimizer", self._subtract(lambda state: state.optimizer))
+        unreduced, reduced = self._slice_gradients(exchanges)
+        at_rest = self._slice_gradients_at_rest(reduced)
         gathered = max(
             (exchange.num_bytes for exchange in exchanges if exchange.part == "gathers"), default=0.0
         )
-        phases: list[tuple[StepPhase, Sequence[Held], Sequence[Held]]] = [("rest", rest, at_rest)]
+        phases: list[tuple[StepPhase, Sequence[RankSlices], Sequence[RankSlices]]] = [("rest", rest, at_rest)]
         if self.sharding.gathers_for_passes:
-            whole = self._lend(rest, (WHOLE,) * len(rest), gathered)
+            whole = self._add_temporary(rest, (WHOLE,) * len(rest), gathered)
             after = rest
             if self.sharding.after_forward is not None:
                 kept = [self.sharding.after_forward[place.data] for place in self.ranks]
-                after = self._lend(rest, kept, gathered)
+                after = self._add_temporary(rest, kept, gathered)
             phases += [("forward", whole, at_rest), ("between", after, at_rest)]
             phases.append(("backward", whole, unreduced))
         else:
@@ -312,14 +312,14 @@ class _Builder:
         full, without = (get_term(state).num_bytes for state in self.states)
         return full - without
 
-    def _hold_kind(self, kind: Kind, num_bytes: int) -> tuple[Held, ...]:
+    def _slice_kind(self, kind: Kind, num_bytes: int) -> tuple[RankSlices, ...]:
         """Return each rank's part; ``num_bytes`` is the mean over the ranks."""
         parts = [self._find_parts(kind, place) for place in self.ranks]
         shares = [measure_intervals(one) for one in parts]
         mean = sum(shares) / len(shares)
         is_even = max(shares) - min(shares) < 1e-9
         return tuple(
-            Held(one, num_bytes if is_even else round(num_bytes * share / mean))
+            RankSlices(one, num_bytes if is_even else round(num_bytes * share / mean))
             for one, share in zip(parts, shares, strict=True)
         )
 
@@ -344,38 +344,41 @@ class _Builder:
             for part in parts
         )
 
-    def _lend(
-        self, held: Sequence[Held], parts: Sequence[Sequence[Interval]], num_bytes: float
-    ) -> tuple[Held, ...]:
-        """Return ``held`` with further ``parts`` of each rank, of which ``num_bytes`` is the whole."""
-        lent = []
-        for one, place, its in zip(held, self.ranks, parts, strict=True):
+    def _add_temporary(
+        self, slices: Sequence[RankSlices], parts: Sequence[Sequence[Interval]], num_bytes: float
+    ) -> tuple[RankSlices, ...]:
+        """Return ``slices`` with further ``parts`` of each rank, of which ``num_bytes`` is the whole."""
+        temporary = []
+        for one, place, its in zip(slices, self.ranks, parts, strict=True):
             intervals = self._scale(its, place)
             if self.sharding.experts is not None:
                 intervals += self._scale_experts(its, place)
-            lent.append(
+            temporary.append(
                 one._replace(
-                    lent=join_intervals(intervals), lent_bytes=round(num_bytes * measure_intervals(its))
+                    temporary=join_intervals(intervals),
+                    temporary_bytes=round(num_bytes * measure_intervals(its)),
                 )
             )
-        return tuple(lent)
+        return tuple(temporary)
 
-    def _hold_gradients(self, exchanges: Sequence[Exchange]) -> tuple[tuple[Held, ...], tuple[Held, ...]]:
+    def _slice_gradients(
+        self, exchanges: Sequence[Exchange]
+    ) -> tuple[tuple[RankSlices, ...], tuple[RankSlices, ...]]:
         """Return the gradients before and after their reduction."""
         sharding, in_state = self.sharding, self._subtract(lambda state: state.gradients)
-        reduced = self._hold_kind("gradients", in_state)
+        reduced = self._slice_kind("gradients", in_state)
         whole = (WHOLE,) * len(reduced)
         if sharding.gradient_bytes is not None:
             reduced = tuple(
-                held._replace(own_bytes=self._find_gradient_bytes(place))
-                for held, place in zip(reduced, self.ranks, strict=True)
+                slices._replace(own_bytes=self._find_gradient_bytes(place))
+                for slices, place in zip(reduced, self.ranks, strict=True)
             )
         if sharding.buffers_gradients:
-            unreduced = self._lend(tuple(Held() for _ in reduced), whole, in_state)
+            unreduced = self._add_temporary(tuple(RankSlices() for _ in reduced), whole, in_state)
             if sharding.keeps_whole_buffer:
                 # The buffer's bytes stay; what was reduced is this rank's part of it.
-                reduced = tuple(held._replace(own_bytes=in_state) for held in reduced)
-                reduced = self._lend(reduced, whole, 0)
+                reduced = tuple(slices._replace(own_bytes=in_state) for slices in reduced)
+                reduced = self._add_temporary(reduced, whole, 0)
             return unreduced, reduced
         sent = sum(
             one.num_bytes
@@ -384,8 +387,8 @@ class _Builder:
         )
         # Reduced gradients of earlier micro-batches stay.
         accumulates = any(one.part == "gradients" and one.times > 1 for one in exchanges)
-        earlier = reduced if accumulates else tuple(Held() for _ in reduced)
-        return self._lend(earlier, whole, sent), reduced
+        earlier = reduced if accumulates else tuple(RankSlices() for _ in reduced)
+        return self._add_temporary(earlier, whole, sent), reduced
 
     def _find_gradient_bytes(self, place: RankPlace) -> int:
         """Return the bytes of the whole tensors whose gradients a rank keeps."""
@@ -397,11 +400,11 @@ class _Builder:
             num_bytes += experts.gradient_bytes[place.replica]
         return num_bytes
 
-    def _hold_gradients_at_rest(self, reduced: Sequence[Held]) -> tuple[Held, ...]:
+    def _slice_gradients_at_rest(self, reduced: Sequence[RankSlices]) -> tuple[RankSlices, ...]:
         state = self.states[0]
         if state.gradients_rest is None and not state.keeps_gradients:
-            return tuple(Held() for _ in reduced)
+            return tuple(RankSlices() for _ in reduced)
         # A buffer that is never freed, whose content is of no use between steps.
-        empty = tuple(Held(own_bytes=held.own_bytes) for held in reduced)
-        parts = [held.lent or held.own for held in reduced]
-        return tuple(held._replace(lent=part) for held, part in zip(empty, parts, strict=True))
+        empty = tuple(RankSlices(own_bytes=slices.own_bytes) for slices in reduced)
+        parts = [slices.temporary or slices.own for slices in reduced]
+        return tuple(slices._replace(temporary=part) for slices, part in zip(empty, parts, strict=True))

@@ -124,10 +124,10 @@ class PipelineSchedule:
         )
 
     @cached_property
-    def moments(self) -> tuple[float, ...]:
-        """Times at which something begins, in order, from 0 to the end of the step.
+    def event_times(self) -> tuple[float, ...]:
+        """Start times of passes and updates in seconds, ascending, from 0 to the end of the step.
 
-        Times closer than half a forward are one moment, the last of them.
+        Of times closer than half a forward only the last is included.
         """
         passes = [block for block in self.blocks if block.kind in ("forward", "backward", "update")]
         apart = min(block.seconds for block in passes if block.kind == "forward") / 2

@@ -151,12 +151,12 @@ def render_misses(ranking: Ranking) -> str:
         for miss in ranking.misses
     )
     other = describe_other_recipe(ranking)
-    if ranking.instead is not None:
+    if ranking.alternative is not None:
         # The nearest other recipe may not fit either: then there is nothing to apply.
-        applied = ranking.instead.num_feasible > 0
+        applied = ranking.alternative.num_feasible > 0
         label = escape(f"Apply: {other}", quote=True)
         button = (
-            f"<button type='button' class='ss-act' data-act='instead' aria-label='{label}'>Apply</button>"
+            f"<button type='button' class='ss-act' data-act='alternative' aria-label='{label}'>Apply</button>"
         )
         rows += f"<li><div>{escape(other)}</div>{button if applied else ''}</li>"
     head = "<h2>Nothing fits <span class='ss-hint'>the nearest plans</span></h2>"

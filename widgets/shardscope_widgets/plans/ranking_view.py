@@ -208,8 +208,8 @@ class RankingView(View):
 
     @staticmethod
     def _plan_of(kind: str, what: str, ranking: Ranking) -> ss.Plan | None:
-        if kind == "instead" and ranking.instead is not None and ranking.instead.num_feasible:
-            return ranking.instead.best
+        if kind == "alternative" and ranking.alternative is not None and ranking.alternative.num_feasible:
+            return ranking.alternative.best
         # The text comes from the page, and a new ranking may have fewer rows than the one that was clicked.
         is_row = kind == "apply" and what.isdigit() and int(what) < ranking.num_evaluated
         return ranking.plan(int(what)) if is_row else None

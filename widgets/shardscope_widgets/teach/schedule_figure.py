@@ -143,7 +143,7 @@ class _Drawing:
         self.unit = Unit.for_bytes(max(peaks))
         self.memory_range = max(*peaks, 1) * 1.02
         self.moments = [
-            now for now in schedule.moments if not self.gap or not self.gap.start < now < self.gap.end
+            now for now in schedule.event_times if not self.gap or not self.gap.start < now < self.gap.end
         ]
         self.end = max(block.end for block in schedule.blocks)
 

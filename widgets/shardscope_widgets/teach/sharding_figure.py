@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from shardscope.core.number_format import format_count
-from shardscope.prediction.layer_sharding import KINDS, Exchange, Held, Kind, LayerSharding, ShardingPhase
+from shardscope.prediction.layer_sharding import (
+    KINDS,
+    Exchange,
+    Kind,
+    LayerSharding,
+    RankSlices,
+    ShardingPhase,
+)
 from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.numbers import format_size
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, FONT
@@ -112,9 +119,9 @@ def format_times(times: float) -> str:
     return words.get(float(times), f"{times:,.4g} times")
 
 
-def format_bytes_held(held: Sequence[Held]) -> str:
+def format_own_bytes(slices: Sequence[RankSlices]) -> str:
     """Return the bytes that ranks keep: ``104 MiB``, or ``up to 1.2 GiB`` where ranks differ."""
-    sizes = [one.own_bytes for one in held]
+    sizes = [one.own_bytes for one in slices]
     low, high = min(sizes), max(sizes)
     return format_size(high) if low == high else f"up to {format_size(high)}"
 
@@ -158,8 +165,8 @@ class _Drawing:
         on_host = self.shown.host_bytes > 0 or self.shown.nvme_bytes > 0
         traces: list[dict[str, object]] = []
         for kind in KINDS:
-            rest = self.shown.phases[-1].held[kind] if kind != "gradients" else ()
-            is_elsewhere = on_host and any(held.own and not held.own_bytes for held in rest)
+            rest = self.shown.phases[-1].slices[kind] if kind != "gradients" else ()
+            is_elsewhere = on_host and any(slices.own and not slices.own_bytes for slices in rest)
             whole: dict[str, object] = {
                 "y": self.rows,
                 "base": [0.0] * len(self.rows),
@@ -202,20 +209,22 @@ class _Drawing:
     def _draw_parts(self, phase: ShardingPhase, kind: Kind, is_own: bool) -> dict[str, object]:
         rows, base, lengths, words = list[int](), list[float](), list[float](), list[str]()
         for index, row in zip(self.indices, self.rows, strict=True):
-            held = phase.held[kind][index]
-            for start, end in held.own if is_own else held.lent:
+            slices = phase.slices[kind][index]
+            for start, end in slices.own if is_own else slices.temporary:
                 rows.append(row)
                 base.append(round(start, 5))
                 lengths.append(round(end - start, 5))
-                words.append(f"{self._name_rank(index)}<br>{_describe_held(self.shown, phase, kind, held)}")
+                words.append(
+                    f"{self._name_rank(index)}<br>{_describe_slices(self.shown, phase, kind, slices)}"
+                )
         return {"y": rows, "base": base, "x": lengths, "customdata": words}
 
     def _build_heads(self, phase: ShardingPhase) -> list[dict[str, object]]:
         heads: list[dict[str, object]] = []
         for number, kind in enumerate(KINDS):
-            held = phase.held[kind]
+            slices = phase.slices[kind]
             # The short name: three columns stand side by side in a narrow window.
-            lines = [f"<b>{kind}</b>", *_describe_column(self.shown, phase, kind, held)]
+            lines = [f"<b>{kind}</b>", *_describe_column(self.shown, phase, kind, slices)]
             heads += [
                 {
                     "text": text,
@@ -267,31 +276,33 @@ def _describe_others(first: int, last: int, per_stage: int) -> str:
 
 
 def _describe_column(
-    shown: LayerSharding, phase: ShardingPhase, kind: Kind, held: Sequence[Held]
+    shown: LayerSharding, phase: ShardingPhase, kind: Kind, slices: Sequence[RankSlices]
 ) -> tuple[str, str]:
     """Return the two lines below a column's title: bytes that ranks keep, and bytes for a moment."""
-    lent = max(one.lent_bytes for one in held)
-    on_host = any(one.own for one in held) and not any(one.own_bytes for one in held)
+    temporary = max(one.temporary_bytes for one in slices)
+    on_host = any(one.own for one in slices) and not any(one.own_bytes for one in slices)
     if on_host and (shown.host_bytes or shown.nvme_bytes):
         kept = "in host memory" if not shown.nvme_bytes else "on NVMe or in host memory"
-    elif not any(one.own_bytes for one in held):
-        kept = "" if lent else "none"
+    elif not any(one.own_bytes for one in slices):
+        kept = "" if temporary else "none"
     elif kind == "gradients" and shown.sharding.keeps_whole_buffer:
-        kept = f"{format_bytes_held(held)} buffer"
+        kept = f"{format_own_bytes(slices)} buffer"
     else:
         # "up to 1.2 GiB kept" would not fit a narrow window.
-        sizes = {one.own_bytes for one in held}
-        kept = f"{format_bytes_held(held)}{' kept' if len(sizes) == 1 else ''}"
-    if not lent:
+        sizes = {one.own_bytes for one in slices}
+        kept = f"{format_own_bytes(slices)}{' kept' if len(sizes) == 1 else ''}"
+    if not temporary:
         return kept, ""
     moment = "all-gathered" if kind == "parameters" else "unreduced"
-    return (kept, f"+ {format_size(lent)} {moment}") if kept else (f"{format_size(lent)} {moment}", "")
+    return (
+        (kept, f"+ {format_size(temporary)} {moment}") if kept else (f"{format_size(temporary)} {moment}", "")
+    )
 
 
-def _describe_held(shown: LayerSharding, phase: ShardingPhase, kind: Kind, held: Held) -> str:
+def _describe_slices(shown: LayerSharding, phase: ShardingPhase, kind: Kind, slices: RankSlices) -> str:
     """Return one rank's part as a tooltip."""
-    kept, moment = _describe_column(shown, phase, kind, [held])
-    parts = ", ".join(f"{100 * start:.4g} to {100 * end:.4g} %" for start, end in held.own)
+    kept, moment = _describe_column(shown, phase, kind, [slices])
+    parts = ", ".join(f"{100 * start:.4g} to {100 * end:.4g} %" for start, end in slices.own)
     return f"{TITLES[kind]}: {'; '.join(filter(None, (kept, moment)))}" + (
         f"<br>its part: {parts}" if parts else ""
     )
@@ -314,15 +325,15 @@ def _write_words(shown: LayerSharding, phase: ShardingPhase) -> str:
 
 def _say_rest(shown: LayerSharding, phase: ShardingPhase, _: str) -> str:
     kept = [
-        f"{format_bytes_held(phase.held[kind])} of {TITLES[kind]}"
+        f"{format_own_bytes(phase.slices[kind])} of {TITLES[kind]}"
         for kind in KINDS
-        if any(held.own_bytes for held in phase.held[kind])
+        if any(slices.own_bytes for slices in phase.slices[kind])
     ]
     if not kept:
         return f"The state is outside of the GPU: {_describe_host(shown)}."
     on_host = f" In host memory: {_describe_host(shown)}." if shown.host_bytes or shown.nvme_bytes else ""
     buffer = ""
-    if any(held.own_bytes for held in phase.held["gradients"]):
+    if any(slices.own_bytes for slices in phase.slices["gradients"]):
         buffer = " The gradients' buffer is never freed."
     return f"Each rank keeps {_join(kept)}.{buffer}{on_host}"
 
@@ -339,14 +350,14 @@ def _say_forward(shown: LayerSharding, _: ShardingPhase, sent: str) -> str:
 
 
 def _say_between(shown: LayerSharding, phase: ShardingPhase, _: str) -> str:
-    lent = max(held.lent_bytes for held in phase.held["parameters"])
-    if not lent:
+    temporary = max(slices.temporary_bytes for slices in phase.slices["parameters"])
+    if not temporary:
         return "The all-gathered copy is freed: other layers use its memory meanwhile."
-    return f"{format_size(lent)} of the all-gathered copy stay on each rank until the layer's backward."
+    return f"{format_size(temporary)} of the all-gathered copy stay on each rank until the layer's backward."
 
 
 def _say_backward(shown: LayerSharding, phase: ShardingPhase, sent: str) -> str:
-    unreduced = max(held.lent_bytes for held in phase.held["gradients"])
+    unreduced = max(slices.temporary_bytes for slices in phase.slices["gradients"])
     said = ""
     if shown.sharding.gathers_for_passes:
         said = f"The layer is made whole again ({sent}). " if sent else "The layer is still whole. "
@@ -356,7 +367,7 @@ def _say_backward(shown: LayerSharding, phase: ShardingPhase, sent: str) -> str:
 def _say_reduced(shown: LayerSharding, phase: ShardingPhase, sent: str) -> str:
     if not sent:
         return "No other rank has gradients of the same weights: nothing is reduced."
-    kept = format_bytes_held(phase.held["gradients"])
+    kept = format_own_bytes(phase.slices["gradients"])
     if shown.sharding.keeps_whole_buffer:
         kept = "the sum in its own part of the buffer"
     return f"The gradients of all data-parallel ranks are summed ({sent}). Each rank keeps {kept}."

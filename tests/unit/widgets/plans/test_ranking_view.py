@@ -402,12 +402,12 @@ def test_nearest_misses_are_listed_when_nothing_fits() -> None:
 
 def test_indivisible_batch_size_offers_the_nearest_divisible_one() -> None:
     ranking = ss.search(ss.models["gpt2"], ss.Cluster.parse("13xh100-sxm-80gb"), ss.Recipe(seq_len=1024))
-    assert not ranking.num_evaluated and ranking.instead is not None
+    assert not ranking.num_evaluated and ranking.alternative is not None
     applied: list[ss.Plan] = []
     view = show_all_plans(ranking, on_apply=applied.append)
     assert "With a global batch of 65" in strip_tags(view.table.value)
-    view.table.press_button("instead")
-    assert applied == [ranking.instead.best]
+    view.table.press_button("alternative")
+    assert applied == [ranking.alternative.best]
 
 
 def test_excluded_framework_is_listed_with_its_reason() -> None:

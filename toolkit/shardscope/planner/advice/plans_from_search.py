@@ -54,9 +54,9 @@ def search_all_layouts(evaluator: PlanEvaluator) -> Ranking | None:
         ranking = search(evaluator.architecture, evaluator.cluster, evaluator.recipe)
     except ValueError:
         return None
-    # Ranking.instead may also have another global batch, which is another training: that one is no answer
+    # Ranking.alternative may also have another global batch, which is another training: that one is no answer
     # here.
-    other = ranking.instead
+    other = ranking.alternative
     if ranking.num_feasible or other is None or not evaluator.trains_the_same(other.recipe):
         return ranking
     return other

@@ -151,14 +151,14 @@ def _list_searched_plans(plan: Plan, names: Sequence[str]) -> list[Plan]:
         ranking = search(plan.architecture, plan.cluster, plan.recipe, names)
     except ValueError:  # A required figure is not known.
         return []
-    instead = ranking.instead
+    alternative = ranking.alternative
     # The chunked loss has the same loss curve, another global batch does not.
     if (
-        instead is not None
+        alternative is not None
         and not ranking.num_feasible
-        and instead.recipe.global_batch_size == plan.recipe.global_batch_size
+        and alternative.recipe.global_batch_size == plan.recipe.global_batch_size
     ):
-        ranking = instead
+        ranking = alternative
     # Take plans of each verdict: the fastest ones alone might all be tight, or all need unknown memory.
     feasible, known = ranking.is_feasible, ranking.is_room_known
     easy = 100 * ranking.peak_bytes <= TIGHT_PERCENT * plan.cluster.usable_bytes_per_gpu

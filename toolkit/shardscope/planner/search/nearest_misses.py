@@ -83,23 +83,27 @@ def explain_no_plan(ranking: Ranking) -> str:
 
 
 def describe_other_recipe(ranking: Ranking) -> str:
-    """Return the text on ``ranking.instead``, its recipe and its best plan or nearest miss; empty without
+    """Return the text on ``ranking.alternative``, its recipe and its best plan or nearest miss; empty without
     one."""
-    instead, device = ranking.instead, name_device(ranking.cluster)
-    if instead is None:
+    alternative, device = ranking.alternative, name_device(ranking.cluster)
+    if alternative is None:
         return ""
-    batch = instead.recipe.global_batch_size
+    batch = alternative.recipe.global_batch_size
     changed = (
         "the loss in chunks (Recipe.loss='chunked'), which learns the same"
         if batch == ranking.recipe.global_batch_size
         else f"a global batch of {batch:,}, the nearest that every {device} has an equal part of"
     )
-    if not instead.num_feasible:
-        nearest = f"the nearest is {instead.misses[0].text}" if instead.misses else "no framework here has it"
+    if not alternative.num_feasible:
+        nearest = (
+            f"the nearest is {alternative.misses[0].text}"
+            if alternative.misses
+            else "no framework here has it"
+        )
         return f"With {changed}, nothing fits either: {nearest}."
-    row = int(instead.order[0])
-    rate = instead.tokens_per_second_per_gpu[row]
-    return f"With {changed}: {_describe_plan(instead, row)}, {rate:,.0f} tokens/s per {device}."
+    row = int(alternative.order[0])
+    rate = alternative.tokens_per_second_per_gpu[row]
+    return f"With {changed}: {_describe_plan(alternative, row)}, {rate:,.0f} tokens/s per {device}."
 
 
 def _build_miss(ranking: Ranking, row: int) -> Miss:

@@ -71,7 +71,7 @@ class Ranking:
     candidates: tuple[Candidates, ...]
     """Candidates of the rows, in the order of the columns."""
 
-    instead: Ranking | None = None
+    alternative: Ranking | None = None
     """Ranking of a similar recipe if nothing fits: with the nearest global batch that divides evenly if no
     plan was evaluated, otherwise with the chunked loss."""
 

@@ -64,7 +64,7 @@ def search(
     ``progress(message, fraction)`` is called repeatedly and may end the search by raising; the search of
     another recipe starts again from 0. A plan counts as
     feasible if ``headroom_bytes`` of each GPU stay free. If no layout divides the global batch,
-    ``Ranking.instead`` is the same search with the nearest batch that divides evenly over the GPUs; if no
+    ``Ranking.alternative`` is the same search with the nearest batch that divides evenly over the GPUs; if no
     plan fits, with the chunked loss, which the grid has only if the recipe requests it. Raises ``ValueError``
     for arguments of a wrong type, for an unknown figure of the GPU, and for a recipe that no framework could
     run.
@@ -94,8 +94,8 @@ def search(
     def report(message: str, fraction: float) -> None:
         _report_progress(progress, f"Another recipe: {message}", fraction)
 
-    instead = search(arch, cluster, other, names, report, headroom_bytes=headroom_bytes)
-    return replace(ranking, instead=instead)
+    alternative = search(arch, cluster, other, names, report, headroom_bytes=headroom_bytes)
+    return replace(ranking, alternative=alternative)
 
 
 def _check_arguments(
