@@ -25,6 +25,7 @@ from tests.requirements import few, thorough
 
 from shardscope.records import json_files as records
 from shardscope.runs import run_status
+from shardscope.runs.backends import this_machine
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.launch import lease
 from shardscope.runs.launch.launch import launch
@@ -166,7 +167,7 @@ def break_supervisor_record(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
         records.write_json(path, *more, **options)
 
-    monkeypatch.setattr(launch_module, "write_json", fail)
+    monkeypatch.setattr(this_machine, "write_json", fail)
 
 
 def break_handle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +196,8 @@ class Interrupt:
     """Sends this process a real SIGINT at the ``wanted``-th line of the launch that is executed."""
 
     FILES = (
-        *("launch.py", "lease.py", "folder.py", "records/json_files.py", "packing.py", "run.py"),
-        "subprocess.py",
+        *("launch.py", "pending_run.py", "this_machine.py", "lease.py", "folder.py"),
+        *("records/json_files.py", "packing.py", "run.py", "subprocess.py"),
     )
 
     def __init__(self, wanted: int) -> None:

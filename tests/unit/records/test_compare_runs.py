@@ -15,8 +15,8 @@ import pytest
 import shardscope as ss
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, write_json
+from shardscope.runs.backends import this_machine
 from shardscope.runs.explain import compare
-from shardscope.runs.launch import launch
 
 
 def write_run_folder(
@@ -142,7 +142,7 @@ def test_run_json_has_task_fields_but_no_strings_of_user_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No supervisor is started, so that a launched run stays in its first status.
-    monkeypatch.setattr(launch, "_start_supervisor", lambda *_: None)
+    monkeypatch.setattr(this_machine, "start_supervisor", lambda *_: None)
 
     def launch_and_read_fields(task: Any) -> Any:
         return ss.launch(make_plan(), task, folder=tmp_path).task_fields

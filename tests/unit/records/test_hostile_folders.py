@@ -24,7 +24,7 @@ from written_runs import PLAN, write_run
 
 import shardscope as ss
 from shardscope.records.log_search import LogSearch
-from shardscope.runs.launch import launch as launch_module
+from shardscope.runs.backends import this_machine
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.summaries import RunSummaries
 from shardscope.runs.watch.free_memory import read_free_memory
@@ -247,7 +247,7 @@ def list_cases() -> list[tuple[str, str]]:
 def test_fault_55_every_call_returns_for_any_kind_of_file(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
+    monkeypatch.setattr(this_machine, "start_supervisor", lambda *_: None)
     Path("precious").write_text(PRECIOUS)
     write_run("whole", number=1)
     path = write_full_run("odd")

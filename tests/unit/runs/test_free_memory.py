@@ -17,7 +17,7 @@ from shardscope.machine.detection import read_gpu_states
 from shardscope.machine.processes import identify_machine
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, read_json, write_json
-from shardscope.runs.launch import launch as launch_module
+from shardscope.runs.backends import this_machine
 from shardscope.runs.launch.free_memory import TooLittleFreeError, check_free_memory, describe_runs_on_gpus
 from shardscope.runs.watch import host_monitor as host_watch
 
@@ -89,7 +89,7 @@ def test_a_launch_stores_import_paths_unredacted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PASSWORD", "workshop")
     monkeypatch.syspath_prepend("/home/me/workshop")
     monkeypatch.setenv("PYTHONPATH", "/home/me/workshop")
-    monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
+    monkeypatch.setattr(this_machine, "start_supervisor", lambda *_: None)
     plan = ss.Plan(
         ss.Architecture.of_size("2m"), ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
     )
@@ -112,7 +112,7 @@ def test_a_built_in_task_raises_and_a_function_warns(monkeypatch: pytest.MonkeyP
     def train(ctx: Any) -> None:
         raise AssertionError("never started here")
 
-    monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
+    monkeypatch.setattr(this_machine, "start_supervisor", lambda *_: None)
     with pytest.warns(RuntimeWarning, match="GPU 0 has 2.00 of 79.6 GiB free"):
         forced = ss.launch(make_plan(), ss.Pretrain(num_steps=2), folder=tmp_path, name="forced", force=True)
     append_line(forced.folder / "status.jsonl", {"time": 1.0, "status": "stopped", "reason": "x"})
@@ -158,7 +158,7 @@ def test_too_many_cpu_ranks_for_the_hosts_memory_raise_or_warn(
 
     large = ss.Plan(ss.Architecture.of_size("1b"), ss.Cluster.parse("2xcpu"), ss.Recipe(), ss.Layout.ddp())
     monkeypatch.setattr(host_watch, "read_free_host_memory", lambda: (3 * GIB, 16 * GIB))
-    monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
+    monkeypatch.setattr(this_machine, "start_supervisor", lambda *_: None)
     with pytest.raises(TooLittleFreeError) as refused:
         ss.launch(large, ss.Pretrain(num_steps=2), folder=tmp_path)
     words = str(refused.value)

@@ -21,7 +21,7 @@ from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, write_json
 from shardscope.runs import sweep as sweep_module
-from shardscope.runs.launch import launch as launch_module
+from shardscope.runs.backends import this_machine
 from shardscope.runs.sweep import Sweep
 from shardscope.runs.sweep_grid import build_grid
 
@@ -57,7 +57,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         me = {"pid": os.getpid(), "started": read_start_time(os.getpid()), "machine": identify_machine()}
         write_json(folder.supervisor, me, as_is=("machine",))
 
-    monkeypatch.setattr(launch_module, "_start_supervisor", start)
+    monkeypatch.setattr(this_machine, "start_supervisor", start)
     monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.01)
     yield positions
     for sweep in sweep_module._active.values():

@@ -26,18 +26,13 @@ from shardscope.records.folder import FINAL, RunFolder, checked_path
 from shardscope.records.json_files import encode
 from shardscope.records.json_values import parse_object
 from shardscope.records.metrics_table import compute_curve
+from shardscope.runs.backends.this_machine import max_cpu_ranks
 from shardscope.runs.explain.compare import Runs
 from shardscope.runs.launch.free_memory import TooLittleFreeError
-from shardscope.runs.launch.launch import (
-    MAX_NAME_LENGTH,
-    check_launch,
-    check_name,
-    check_plan,
-    max_cpu_ranks,
-    start_run,
-    trains_the_plan,
-)
+from shardscope.runs.launch.launch import check_launch, start_run
+from shardscope.runs.launch.launch_checks import MAX_NAME_LENGTH, check_name, check_plan
 from shardscope.runs.launch.packing import pack
+from shardscope.runs.launch.run_description import trains_the_plan
 from shardscope.runs.run import Run, poll_intervals, runs
 from shardscope.runs.stop_request import was_stopped_by_sweep
 from shardscope.runs.summaries import summarize

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import FieldError, check_choice, refuse
-from shardscope.runs.launch.launch import MAX_NAME_LENGTH
+from shardscope.runs.launch.launch_checks import MAX_NAME_LENGTH
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -18,8 +18,9 @@ from tests.requirements import needs_installed, sample
 
 import shardscope as ss
 from shardscope.records.json_files import append_line
+from shardscope.runs.backends import this_machine
+from shardscope.runs.backends.this_machine import max_cpu_ranks
 from shardscope.runs.launch import launch as launch_module
-from shardscope.runs.launch.launch import max_cpu_ranks
 from shardscope_widgets import RunView, Studio
 
 pytestmark = needs_installed("torch")
@@ -29,7 +30,7 @@ pytestmark = needs_installed("torch")
 def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The notebook's folder. No supervisor is started, so that a launched run stays in its first status."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
+    monkeypatch.setattr(this_machine, "start_supervisor", lambda *_: None)
     return tmp_path
 
 

@@ -3,7 +3,7 @@
 A small process on the kernel's machine holds the read end of a lease (``runs/launch/lease.py``) whose write
 end only the kernel has, so that it notices however the kernel ends. It then requests a stop, which the nodes
 read, and on Ray also the coordinator of a run that waits for its nodes. On Slurm it cancels the job if the
-run has not ended a while later. The kernel starts it as ``python -m
+run has not ended a while later. The kernel starts it before the run is submitted, as ``python -m
 shardscope.runs.backends.kernel_watch <folder> <read end>``; it leaves when the run has ended.
 """
 
@@ -21,43 +21,61 @@ from collections.abc import Callable
 from shardscope.machine.processes import wait_for_success
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import append_line
-from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.slurm_job import SlurmError, cancel, cancel_waiting, read_job_id
 from shardscope.runs.launch.environment import add_toolkit_to_path
-from shardscope.runs.launch.lease import open_lease, release_lease
+from shardscope.runs.launch.lease import release_lease, start_lease_thread, start_leased_process
 
 POLL_SECONDS = 2.0
+RESTART_SECONDS = 1.0
+"""Time before a watcher that was killed, such as by the kernel's out-of-memory killer, is replaced."""
 STOP_SECONDS = 60.0
 """Time from the stop request to the cancellation: on NFS the nodes may see the request seconds later."""
 
 
-def start_kernel_watch(folder: RunFolder) -> None:
-    """Start the watcher of a run that was just submitted. Raises ``OSError``."""
-    read_end, write_end = open_lease()
-    try:
-        with open_to_append(folder.path / "kernel_watch.log") as log:
-            watcher = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(folder.path), str(read_end)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=add_toolkit_to_path(dict(os.environ)),
-                pass_fds=(read_end,),
-                start_new_session=True,
-            )
-    except BaseException:
-        release_lease(write_end)
-        raise
-    finally:
-        os.close(read_end)
+class KernelWatch:
+    """The watcher of one run and its lease, in the kernel that has launched the run."""
 
-    def wait() -> None:
-        wait_for_success(watcher.pid)
-        watcher.wait()
-        release_lease(write_end)
+    def __init__(self, folder: RunFolder) -> None:
+        """Start the watcher; the run need not have started yet. Raises ``OSError``."""
+        self._folder = folder
+        self._is_stopped = threading.Event()
+        self._watcher, self._write_end = self._start_watcher()
+        # The lease belongs to this thread and not to a Run, whose garbage collection must not end it.
+        try:
+            start_lease_thread(self._watcher, self._hold)
+        except BaseException:
+            self._watcher.kill()
+            self._watcher.wait()
+            release_lease(self._write_end)
+            raise
 
-    # The lease belongs to this thread and not to a Run, whose garbage collection must not end it.
-    threading.Thread(target=wait, name=f"shardscope-kernel-{watcher.pid}", daemon=True).start()
+    def stop(self) -> None:
+        """End the watcher without ending the run: for a launch that has failed."""
+        self._is_stopped.set()
+        self._watcher.kill()
+
+    def _start_watcher(self) -> tuple[subprocess.Popen[bytes], int]:
+        log, environment = self._folder.path / "kernel_watch.log", add_toolkit_to_path(dict(os.environ))
+        watcher, write_end = start_leased_process(__name__, self._folder, log, environment, has_lease=True)
+        assert write_end is not None
+        return watcher, write_end
+
+    def _hold(self) -> None:
+        """Hold the lease until the watcher ends by itself; replace one that was killed."""
+        while True:
+            ended_normally = wait_for_success(self._watcher.pid)
+            if ended_normally is not False:
+                self._is_stopped.set()
+            is_stopped = self._is_stopped.wait(RESTART_SECONDS)
+            self._watcher.wait()
+            release_lease(self._write_end)
+            if is_stopped or not self._folder.path.exists():
+                return
+            try:
+                self._watcher, self._write_end = self._start_watcher()
+            except OSError as error:
+                print(f"The run {self._folder.path} will not end with this kernel: {error}", file=sys.stderr)
+                return
 
 
 def watch_kernel(folder: RunFolder, lease: int) -> None:
@@ -68,7 +86,7 @@ def watch_kernel(folder: RunFolder, lease: int) -> None:
     waiting = select.poll()
     waiting.register(lease, select.POLLIN)
     while not (waiting.poll(POLL_SECONDS * 1000) and not os.read(lease, 1)):
-        if status.read()["status"] in FINAL:
+        if status.read()["status"] in FINAL or not folder.path.exists():
             return
     is_requested = _request_stop(folder)
     job_id = read_job_id(folder)

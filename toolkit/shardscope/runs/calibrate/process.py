@@ -117,7 +117,7 @@ def _check_extra() -> None:
 
 def _check_cluster(cluster: Cluster | None) -> Cluster:
     """Return ``cluster`` if it is this machine or a part of it. Raises ``ValueError`` otherwise."""
-    from shardscope.runs.launch.launch import max_cpu_ranks
+    from shardscope.runs.backends.this_machine import max_cpu_ranks
 
     if cluster is None:
         return Cluster.detect()

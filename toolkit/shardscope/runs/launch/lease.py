@@ -12,9 +12,12 @@ import errno
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shardscope.machine.processes import (
     kill_session,
@@ -25,6 +28,8 @@ from shardscope.machine.processes import (
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import delete_partial_files, read_lines
 from shardscope.records.redaction import LogCleaner
+from shardscope.records.regular_files import open_to_append
+from shardscope.runs.backends.backend import LaunchError
 
 TIDY_SECONDS = 5.0
 """Time that the ranks of a killed supervisor, which die with it, may still write temporary files."""
@@ -66,6 +71,64 @@ def release_lease(write_end: int) -> None:
             os.close(write_end)
 
 
+def start_leased_process(
+    module: str, folder: RunFolder, log: Path, environment: Mapping[str, str], *, has_lease: bool
+) -> tuple[subprocess.Popen[bytes], int | None]:
+    """Start ``python -m module <folder> [read end]``. Return the process and the write end of its lease.
+
+    It is the leader of a session of its own, so that Ctrl-C in the kernel does not reach it. Without
+    ``has_lease`` it has no lease, and the write end is None. Raises ``OSError``; no lease stays open then.
+    """
+    if not sys.executable:
+        raise LaunchError(errno.ENOENT, "This Python does not know its own executable (sys.executable).")
+    read_end, write_end = open_lease() if has_lease else (None, None)
+    inherited = () if read_end is None else (read_end,)
+    try:
+        with open_to_append(log) as output:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",  # A signal.py in the notebook's folder must not shadow the standard library's.
+                    "-m",
+                    module,
+                    str(folder.path),
+                    *map(str, inherited),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+    except BaseException as error:
+        # No process runs, so nothing else closes the lease.
+        if write_end is not None:
+            release_lease(write_end)
+        # subprocess sets `filename` to the program that it could not execute.
+        if isinstance(error, OSError) and error.filename == sys.executable:
+            raise LaunchError(
+                error.errno,
+                f"Python cannot be started from {sys.executable}: {error.strerror}. Its environment was "
+                "moved, deleted or replaced; restart the kernel from one that exists.",
+            ) from error
+        raise
+    finally:
+        # The process has inherited a copy of its own.
+        if read_end is not None:
+            os.close(read_end)
+    return process, write_end
+
+
+def start_lease_thread(process: subprocess.Popen[bytes], wait: Callable[[], None]) -> None:
+    """Call ``wait``, which holds the lease of ``process``, in a thread. Raises ``OSError`` without one."""
+    thread = threading.Thread(target=wait, name=f"shardscope-lease-{process.pid}", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:  # "can't start new thread": the process limit is reached.
+        raise OSError(errno.EAGAIN, "no thread can be started") from error
+
+
 def hold_lease(supervisor: subprocess.Popen[bytes], write_end: int | None, folder: RunFolder) -> None:
     """Start a thread that holds the lease until the supervisor ends, then reaps it.
 
@@ -89,15 +152,12 @@ def hold_lease(supervisor: subprocess.Popen[bytes], write_end: int | None, folde
         if not ended_normally:
             clean_up_killed_run(folder)
 
-    thread = threading.Thread(target=wait, name=f"shardscope-lease-{supervisor.pid}", daemon=True)
     try:
-        thread.start()
-    except BaseException as error:
+        start_lease_thread(supervisor, wait)
+    except BaseException:
         stop_supervisor(supervisor)
         if write_end is not None:
             release_lease(write_end)
-        if isinstance(error, RuntimeError):  # "can't start new thread": the process limit is reached.
-            raise OSError(errno.EAGAIN, "no thread can be started") from error
         raise
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.records.attempts import has_ended
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import LineTail, read_json, read_lines, write_json
+from shardscope.records.json_files import LineTail, append_line, read_json, read_lines, write_json
 from shardscope.runs.backends.folder_stream import Chunk
 from shardscope.runs.backends.folder_stream import State as FileState
 from shardscope.runs.backends.next_attempt import begin_attempt, conclude_without_lead
@@ -109,6 +109,12 @@ class Coordinator:
         """Note that the folder beside the notebook has everything."""
         assert self._hub is not None
         self._hub.is_received = True
+
+    def cancel(self) -> None:
+        """End the nodes and this actor: the launch has failed, and its run folder is deleted."""
+        append_line(self._folder.control, {"command": "stop", "time": time.time()})
+        if self._hub is not None:
+            self._hub.is_received = True
 
     def start(self) -> None:
         """Begin. Raises ``FileNotFoundError`` if the run folder is not visible on this node."""

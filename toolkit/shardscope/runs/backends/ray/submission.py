@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import write_json
+from shardscope.records.json_files import read_json, write_json
 from shardscope.records.json_values import parse_object
 from shardscope.runs.backends.nodes import (
     Node,
@@ -47,6 +47,8 @@ REACH_SECONDS = 10.0
 CONNECT_SECONDS = 180.0
 """Time to import Ray, connect, and start a worker process on the cluster."""
 SUBMIT_SECONDS = 180.0
+CANCEL_SECONDS = 90.0
+"""Time for the coordinator of a failed launch to end its nodes; it is killed a little earlier."""
 CLOSE_SECONDS = 10.0
 INVENTORY_FIELD = "Ray.inventory"
 GPU_SHARE = 0.001
@@ -277,3 +279,11 @@ def submit_to_ray(connection: RayConnection, folder: RunFolder, plan: Plan, retr
         refuse("launch.retries", retries, allowed, fix)
     if is_streamed(folder):
         start_puller(folder)
+
+
+def cancel_on_ray(connection: RayConnection, folder: RunFolder) -> None:
+    """End the coordinator of a launch that has failed, and with it all that the run has on the cluster.
+
+    No effect if there is none. Raises ``RayError`` if the cluster does not answer.
+    """
+    connection.ask({"cancel": (read_json(folder.job) or {}).get("job_id")}, CANCEL_SECONDS)

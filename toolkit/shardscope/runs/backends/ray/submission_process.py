@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 NAMESPACE = "shardscope"
 """Ray's namespace of the names of coordinators."""
 START_SECONDS = 150.0
+END_SECONDS = 60.0
+"""Time for the coordinator of a failed launch to end its nodes by itself."""
 MAX_ERROR = 500
 LIFE_SECONDS = 900
 """Maximum life of this process, longer than a launch may take."""
@@ -52,15 +54,14 @@ def main() -> None:
         _answer(answers, {"error": describe_error(error), "is_address": is_address})
         return
     _answer(answers, answer)
-    line = sys.stdin.readline()
-    if not line:
-        return
-    try:
-        answer = start_coordinator(json.loads(line))
-    except BaseException as error:
-        answer = {"error": describe_error(error)}
-    _answer(answers, answer)
-    sys.stdin.readline()  # Until the launch has read it.
+    # Until the launch closes its end.
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        try:
+            answer = cancel_run(str(request["cancel"])) if "cancel" in request else start_coordinator(request)
+        except BaseException as error:
+            answer = {"error": describe_error(error)}
+        _answer(answers, answer)
 
 
 def _end_without_launch() -> None:
@@ -205,6 +206,21 @@ def start_coordinator(request: Mapping[str, object]) -> dict[str, object]:
             ray.kill(coordinator)
         raise
     return {"actor": request["actor"]}
+
+
+def cancel_run(name: str) -> dict[str, object]:
+    """End the coordinator ``name`` and its nodes, and wait until it has gone; no effect if there is none."""
+    import ray
+
+    with contextlib.suppress(ValueError):  # There is no such actor any more.
+        coordinator = ray.get_actor(name)
+        coordinator.cancel.remote()
+        deadline = time.monotonic() + END_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            ray.get_actor(name)
+        ray.kill(coordinator)
+    return {}
 
 
 def is_folder_shared(path: str, token: str) -> bool:
