@@ -24,7 +24,7 @@ from tests.cluster.test_two_nodes import (
     train_until_stopped,
     wait_for,
 )
-from tests.cluster.test_two_ray_nodes import bounded, start_ray
+from tests.cluster.test_two_ray_nodes import bounded, check_failed_launch, start_ray
 from tests.cluster.two_node_ray import TwoNodeRay, find_why_not_covered
 from tests.requirements import every_case, skip_without, thorough
 
@@ -210,3 +210,10 @@ def test_fault_85_the_process_that_receives_records_is_killed(target: ss.Ray, no
     assert (kept["node"], kept["files"]) == (1, {"large.bin": 2**26 + 1})
     assert not (run.folder / "large.bin").exists()
     assert json.loads((run.folder / "job.json").read_text())["folder"] == "streamed"
+
+
+def test_fault_61_a_launch_that_raises_after_ray_has_begun_the_run(
+    target: ss.Ray, cluster: TwoNodeRay, notebook: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_failed_launch(target, notebook, cluster, monkeypatch)
+    assert not list(scratch.rglob("run.json")), "no copy of the run folder is left"

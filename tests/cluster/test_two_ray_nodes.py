@@ -30,6 +30,7 @@ from tests.requirements import every_case, skip_without, thorough
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.records.folder import FINAL
+from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.run import Run
 
 
@@ -220,6 +221,28 @@ def test_fault_84_killed_head(only_gcs: bool, bounded: None, tmp_path: Path) -> 
         assert status in ("lost", "failed", "stopped"), (status, run.reason)
         if only_gcs:
             assert "Ray's head has not answered" in run.reason, (status, run.reason)
+
+
+def check_failed_launch(
+    target: ss.Ray, parent: Path, cluster: TwoNodeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launch a run whose handle cannot be created, after the cluster has begun it: nothing is left."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(launch_module, "Run", fail)
+    with pytest.raises(MemoryError):
+        ss.launch(make_plan("2x1xcpu"), train_until_stopped, folder=parent / "runs", on=target)
+    assert not (parent / "runs").exists()
+    assert cluster.wait_until_empty() == []
+    wait_for(lambda: not list_processes(parent / "runs"), 30)
+
+
+def test_fault_61_a_launch_that_raises_after_ray_has_begun_the_run(
+    ray: TwoNodeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_failed_launch(ss.Ray(address=ray.address), tmp_path, ray, monkeypatch)
 
 
 def test_what_the_ray_cluster_has_not_is_refused(ray: TwoNodeRay, tmp_path: Path) -> None:
