@@ -153,7 +153,7 @@ def test_mark_describes_its_plan_and_a_click_applies_it(page: Any) -> None:
             name.split(",")[0] in hover_text and f"micro-batch {batch}, recompute {recompute}" in hover_text
         )
         page.wait_for_function(
-            "() => document.querySelector('.ss-ranking .textpoint')?.textContent.includes('this plan')"
+            "() => document.querySelector('.ss-ranking .js-plotly-plot').data.at(-1).x.length === 1"
         )
         page.mouse.move(0, 0)
 

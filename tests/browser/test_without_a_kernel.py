@@ -215,7 +215,7 @@ def test_voila_shows_live_figures(browser: Any, tmp_path: Path) -> None:
         view.locator(".ss-step-words", has_text="all-gather of").wait_for()
         # A kernel answers: another layer is drawn.
         view.locator("select").select_option("layer 3")
-        view.locator("p", has_text="Decoder layer 3 of 32").wait_for()
+        view.locator("p", has_text="Decoder layer 3 (of 0 to 31)").wait_for()
         save_screenshot(page, "voila")
         page.close()
     others = [one for one in requests if not one.startswith((url, "data:", "blob:"))]

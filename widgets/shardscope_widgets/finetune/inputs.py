@@ -61,7 +61,9 @@ class FinetuneInputs(Picker):
             "Chats, questions and answers, or texts: a file, a folder of files, or a data set of the Hub"
         )
         self.weights.tooltip = "Folder of a Hugging Face model, the example model, or a name on the Hub"
-        self._qlora_note = controls.create_html("QLoRA is offered on GPUs alone", "ss-hint")
+        self._qlora_note = controls.create_html(
+            "QLoRA needs a GPU, which this machine does not have", "ss-hint"
+        )
         self.method = controls.create_segments(_list_methods(has_gpu=True), "Method")
         self.set_has_gpu(machine.gpu.vendor != "cpu")
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -13,7 +13,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.front_end import front_end_text
 
 MAX_OPEN = 2
-"""Maximum number of open folds in a column, so that it fits on the screen without scrolling."""
+"""Maximum number of folds of a column that the user has open, so that it fits on the screen."""
 
 
 class FoldHead(anywidget.AnyWidget):
@@ -72,6 +72,9 @@ class Folds(widgets.VBox):
         self._opened = [other for other in self._opened if other is not head]
         if change["new"]:
             self._opened.append(head)
+            # An error opens its question while the user is typing in another one, which must not close.
+            if head.wrong:
+                return
         # A question with an error stays open so that its message is visible.
         closable = [other for other in self._opened if not other.wrong and other is not head]
         for other in closable[: max(0, len(self._opened) - MAX_OPEN)]:

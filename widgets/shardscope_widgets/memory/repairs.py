@@ -105,7 +105,7 @@ class RepairsPanel(widgets.VBox):
                 key=lambda one: not set(LAST_RESORTS).isdisjoint(list_changed_fields(plan, one.plan))
             )
             self._repairs = fitting[:MAX_CHIPS]
-            self.fit_words.value = "Searching for the fastest plan that fits …"
+            self.fit_words.value = "Searching for a fast plan that fits, with few changes …"
             self._show_chips("Or a single change:" if self._repairs else "", is_short=True)
             self.fit_search.request(plan, lambda result: self._show_fit(plan, result))
         for chip, repair in zip(self._chips, self._repairs, strict=False):

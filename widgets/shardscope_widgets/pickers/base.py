@@ -130,9 +130,14 @@ class Picker(widgets.VBox):
             self._own_error = True
             self._show_error_at_input(error)
             return
-        self._own_error = False
+        is_corrected, self._own_error = self._own_error, False
         self._clear_errors()
-        self.value = value
+        before, self.value = self.value, value
+        if is_corrected and before == value:
+            # While an input is wrong, errors of the plan are removed: observers check the plan again.
+            self.notify_change(
+                traitlets.Bunch(name="value", old=before, new=value, owner=self, type="change")
+            )
 
     def show_plan_error(self, error: Exception) -> None:
         """Show an error of the whole plan at the input that it names."""

@@ -43,7 +43,7 @@ class RecipePicker(Picker):
             value=recipe.recompute,
             tooltip="Activation checkpointing: which activations backward recomputes",
         )
-        batch = Row("Batch sizes", self.micro, self.global_batch)
+        batch = Row("Micro, global batch", self.micro, self.global_batch)
         self._rank_row = Row("LoRA rank", self.lora_rank)
         self.advanced = Advanced(recipe)
         self.also = controls.create_html("", "ss-hint")

@@ -165,6 +165,8 @@ class TaskPicker(Picker):
         """The form that has the task; None while the inputs here have it."""
         self._form_task: ss.Finetune | None = None
         """The last task of a form."""
+        self.leave_form: Callable[[], None] = lambda: None
+        """Called when the user chooses another kind of task while a form has it; set by the Studio."""
         # Fine-tuning is offered only once the model is a folder with weights (_offer_kinds).
         self.menu = controls.create_dropdown(options=[(KIND_LABELS["pretrain"], "pretrain")], tooltip="Task")
         self.text = controls.create_text_box("", TEXT_HINT, placeholder=SHIPPED_TEXT)
@@ -202,7 +204,7 @@ class TaskPicker(Picker):
         self.form = form
         if form is not None and form.task is not None and form.task != self._form_task:
             self._form_task, self._chosen = form.task, "finetune"
-            self._offer_kinds()
+        self._offer_kinds()
         self.read()
 
     @property
@@ -316,7 +318,8 @@ class TaskPicker(Picker):
         self.options.read()
 
     def _offer_kinds(self) -> None:
-        kinds = [kind for kind in KIND_LABELS if kind != "finetune" or self._weights is not None]
+        has_form = self.form is not None
+        kinds = [kind for kind in KIND_LABELS if kind != "finetune" or self._weights is not None or has_form]
         default: Kind = "finetune" if self._weights is not None else "pretrain"
         wanted = self._chosen if self._chosen is not None and self._chosen in kinds else default
         # Setting the options selects the first one, which must not count as the user's choice.
@@ -325,7 +328,8 @@ class TaskPicker(Picker):
             options = [(KIND_LABELS[kind], kind) for kind in kinds]
             if list(self.menu.options) != options:
                 self.menu.options = options
-            self.menu.value = wanted
+            # While the form has the task, the menu shows what would be launched.
+            self.menu.value = "finetune" if has_form else wanted
         finally:
             self._offering = False
         if self.kind != wanted:
@@ -339,6 +343,10 @@ class TaskPicker(Picker):
         # "Pretrain" chosen as the only option does not apply to a folder that is chosen later.
         could_finetune = self._weights is not None
         self._chosen = self.kind if self.kind == "own" or could_finetune else None
+        if self.form is not None and self.kind != "finetune":
+            self.form = None
+            self._offer_kinds()
+            self.leave_form()
         self.read()
 
     def _read_user_code(self) -> Callable[[Context], object]:

@@ -27,8 +27,6 @@ PIXELS = 272
 SHOWN_OVER_CAPACITY = 1.5
 """Plans up to this multiple of a GPU's memory are drawn; those far beyond it are of no interest."""
 INK = "#7f8790"
-LABEL_SHARE = 0.22
-"""Width of the current plan's label and ring, as a fraction of a chart of 390 pixels."""
 TOOLTIP_CHARACTERS = 46
 """Maximum characters of a tooltip line, for a chart of 390 pixels."""
 
@@ -56,9 +54,8 @@ def create_ranking_figure() -> Chart:
     )
     on_screen = go.Scatter(
         name="this plan",
-        mode="markers+text",
+        mode="markers",
         marker={"symbol": "circle-open", "size": 16, "line": {"width": 2, "color": INK}, "color": INK},
-        textfont={"size": 12},
         hoverinfo="skip",
         # The ring of a plan near an axis would be cut off.
         cliponaxis=False,
@@ -120,23 +117,10 @@ def on_plan_click(figure: Chart, callback: Callable[[int], None]) -> None:
 
 def mark_current_plan(figure: Chart, chosen: tuple[float, float] | None) -> None:
     """Mark the current plan, given as peak bytes and tokens per second per GPU; None removes the mark."""
-    place: dict[str, object] = {"x": [], "y": [], "text": []}
+    place: dict[str, object] = {"x": [], "y": []}
     if chosen is not None:
-        x = chosen[0] / GIB
-        place = {"x": [x], "y": [chosen[1]], "text": ["this plan"], "textposition": _label_side(figure, x)}
+        place = {"x": [chosen[0] / GIB], "y": [chosen[1]]}
     figure.redraw([*({} for _ in figure.data[:-1]), place], {})
-
-
-def _label_side(figure: Chart, x: float) -> str:
-    """Return the side on which the current plan's label fits without crossing the memory line."""
-    # Before the first search there is neither a range nor a memory line.
-    _, end = figure.layout.xaxis.range or (0.0, 2 * x)
-    line = figure.layout.shapes[0].x0 if figure.layout.shapes else end
-    width = LABEL_SHARE * end
-    for side, low, high in (("right", x, x + width), ("left", x - width, x)):
-        if low >= 0 and high <= end and not low < line < high:
-            return f"middle {side}"
-    return "top center"
 
 
 def draw_ranking(figure: Chart, ranking: Ranking) -> int:
@@ -223,8 +207,8 @@ def _wrap_lines(text: str, *, bold: bool = False) -> list[str]:
     return [f"<b>{line}</b>" for line in lines] if bold else lines
 
 
-def render_legend(ranking: Ranking) -> str:
-    """Return the chart's legend as HTML."""
+def render_legend(ranking: Ranking, *, has_current: bool) -> str:
+    """Return the chart's legend as HTML; ``has_current``: with the mark of the current plan."""
     drawn = set(np.unique(ranking.framework).tolist())
     parts = [
         f"<span><b class='ss-sign' style='color:{sign.colour}'>{sign.text}</b> {sign.title}</span>"
@@ -236,6 +220,8 @@ def render_legend(ranking: Ranking) -> str:
         "<span><b>⊗</b> cannot be launched here</span>",
         "<span><b>—</b> fastest plan up to this memory</span>",
     ]
+    if has_current:
+        parts.append("<span><b>◯</b> this plan</span>")
     return f"<div class='ss-key'>{''.join(parts)}</div>"
 
 

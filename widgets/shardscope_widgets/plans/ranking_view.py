@@ -121,7 +121,7 @@ class RankingView(View):
                 self._place.children = [self.figure]
                 self._bar.layout.display = ""
             num_marks = draw_ranking(self.figure, ranking)
-            self.key.value, self.caption.value = render_legend(ranking), describe_counts(ranking, num_marks)
+            self.caption.value = describe_counts(ranking, num_marks)
             self._mark_again()
 
     def freeze(self, frozen: bool) -> None:
@@ -139,8 +139,10 @@ class RankingView(View):
                 self._mark_again()
 
     def _mark_again(self) -> None:
-        if self.figure is not None:
-            mark_current_plan(self.figure, self._find_current_point())
+        if self.figure is not None and self.ranking is not None:
+            current = self._find_current_point()
+            mark_current_plan(self.figure, current)
+            self.key.value = render_legend(self.ranking, has_current=current is not None)
             self._draw_table()
 
     def _find_current_point(self) -> tuple[float, float] | None:

@@ -22,7 +22,7 @@ from shardscope_widgets.run.launch_target import LaunchTarget
 if TYPE_CHECKING:
     from shardscope.runs.launch.context import Context
 
-IS_BUSY = "A run is active: see the Runs tab."
+IS_BUSY = "A run is active: wait until it ends, or stop it."
 WRONG = "Correct the input marked in red first."
 
 

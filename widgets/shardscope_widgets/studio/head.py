@@ -116,7 +116,7 @@ class FullWindow(anywidget.AnyWidget):
 
 LABEL = "Make it fit"
 SEARCHING = "Searching …"
-TOOLTIP = "Search for the fastest plan that fits, with as few changes as possible"
+TOOLTIP = "Search for a plan that fits with few changes, and is fast; Plans may list faster ones"
 
 
 class FitButton:

@@ -57,10 +57,14 @@ class StudioInputs:
         """Return whether an input is invalid, in which case the plan does not match the inputs."""
         return any(picker.is_wrong for picker in self.plan_pickers)
 
-    def build_plan(self) -> ss.Plan:
-        """Return the plan of the inputs. Raises ``ValueError``, also if its memory cannot be predicted."""
+    def clear_plan_errors(self) -> None:
+        """Remove errors of the plan; those of single inputs stay."""
         for picker in self.plan_pickers:
             picker.clear_plan_errors()
+
+    def build_plan(self) -> ss.Plan:
+        """Return the plan of the inputs. Raises ``ValueError``, also if its memory cannot be predicted."""
+        self.clear_plan_errors()
         # The layout depends on model, GPUs and recipe; the recipe's choices in turn on the layout.
         nouns = self._nouns
         self.layout.offer_choices(*nouns)

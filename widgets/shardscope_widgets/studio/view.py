@@ -173,6 +173,9 @@ class Studio(View):
             "Checks": self._draw_checks,
             FINE_TUNE: self._show_finetune,
         }
+        # Their numbers are of the last valid plan, and pale while an input is wrong; runs and traces go on.
+        for name in ("Memory", "Time", "Plans", "Checks"):
+            self._pages[name].add_class("ss-predicted")
         panel = widgets.VBox(list(self._pages.values()), layout=controls.share_layout())
         panel.add_class("ss-panel")
         self._main = widgets.VBox([self.tabs, panel], layout=controls.share_layout())
@@ -190,11 +193,12 @@ class Studio(View):
     def _observe_inputs(self) -> None:
         for picker in self._inputs.plan_pickers:
             picker.observe(self._replan, "value")
-            picker.observe(self._show_staleness, "is_wrong")
+            picker.observe(self._follow_error, "is_wrong")
         for picker in (self.task, self.options):
             picker.observe(self._recheck, "value")
         self.architecture.observe(self._change_weights, "weights_folder")
         self.task.observe(self._use_form, "kind")
+        self.task.leave_form = self._leave_form
         self.tabs.observe(self._show_page, "value")
         self.cluster.observe(self._follow_place, "place")
         self.launch.target.observe(self._show_job_error, "is_wrong")
@@ -379,6 +383,12 @@ class Studio(View):
         """Return whether an input is invalid, in which case the plan does not match the inputs."""
         return self._inputs.is_wrong
 
+    def _follow_error(self, change: dict[str, bool]) -> None:
+        """Remove an error of the plan when a single input becomes invalid: it is about the value before."""
+        if change["new"] and not self._planning:
+            self._inputs.clear_plan_errors()
+        self._show_staleness()
+
     def _show_staleness(self, change: object = None) -> None:
         """Dim the last valid plan and disable launching while an input is invalid."""
         wrong = self.is_wrong
@@ -495,6 +505,11 @@ class Studio(View):
         self._draw_shown()
         self._show_head()
 
+    def _leave_form(self) -> None:
+        """Leave the Fine-tune tab, whose form has the task while it is shown."""
+        if self.tabs.value == FINE_TUNE:
+            self.tabs.value = "Memory"
+
     def _apply_form(self) -> None:
         self._formed = None
         self._use_form()
@@ -581,6 +596,8 @@ class Studio(View):
             self._occupied_by = run.folder
         self.notice.show_message("")
         self.trace.show_hint(TRACE_FOLLOWS)
+        if "runs" in vars(self):
+            self.runs.read_folder()
         self._count_runs()
         if self.task.form is not None:
             self.finetune.watch(run)

@@ -76,7 +76,8 @@ class ShardingView(SteppedView):
 def _write_sentences(shown: LayerSharding) -> list[str]:
     plan, degrees = shown.plan, shown.plan.degrees
     experts = ", with routed experts," if shown.has_experts else ""
-    first = f"Decoder layer {shown.layer} of {plan.architecture.num_hidden_layers}{experts} has "
+    last = plan.architecture.num_hidden_layers - 1
+    first = f"Decoder layer {shown.layer} (of 0 to {last}){experts} has "
     first += f"{shown.num_weights:,} weights."
     if degrees.pp > 1:
         first += (

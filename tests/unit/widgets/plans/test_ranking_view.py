@@ -32,7 +32,7 @@ from shardscope_widgets.kit.theme import (
     RANK_COLOURS,
 )
 from shardscope_widgets.plans.page import PlansPage
-from shardscope_widgets.plans.ranking_figure import SHOWN_OVER_CAPACITY, mark_current_plan
+from shardscope_widgets.plans.ranking_figure import SHOWN_OVER_CAPACITY
 from shardscope_widgets.plans.ranking_rows import GRID, build_signs, choose_marks, sort_rows
 from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, describe_layout
 
@@ -216,24 +216,14 @@ def test_fault_44_click_on_a_removed_mark_is_ignored(ranking: Any, customdata: o
     click(view, 0, 0, customdata)
 
 
-@sample(3)
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.65, 0.67, 0.7, 0.8, 0.9, 0.99])
-def test_no_line_crosses_the_label_of_the_current_plan(ranking: Any, share: float) -> None:
-    figure = RankingView(ranking).figure
-    assert figure is not None
-    assert not figure.layout.xaxis.showgrid and not figure.layout.yaxis.showgrid
-    end, line = figure.layout.xaxis.range[1], figure.layout.shapes[0].x0
-    x = share * end
-    mark_current_plan(figure, (x * GIB, 5000.0))
-    label = next(trace for trace in figure.data if trace.name == "this plan")
-    assert label.text == ("this plan",)
-    width = 0.2 * end
-    low, high = {
-        "middle right": (x, x + width),
-        "middle left": (x - width, x),
-        "top center": (x - width / 2, x + width / 2),
-    }[label.textposition]
-    assert low >= 0 and high <= 1.05 * end and not low < line < high
+def test_the_current_plan_is_marked_in_the_chart_and_in_its_legend(ranking: Any) -> None:
+    view = RankingView(ranking)
+    assert view.figure is not None and "this plan" not in view.key.value
+    view.mark(ranking.best)
+    ring = next(trace for trace in view.figure.data if trace.name == "this plan")
+    assert list(ring.x) == [ranking.best.memory().peak_bytes / GIB] and "this plan" in view.key.value
+    view.mark(None)
+    assert "this plan" not in view.key.value
 
 
 def click(view: RankingView, trace: int, point: int, customdata: object) -> None:

@@ -304,6 +304,36 @@ def test_invalid_input_disables_launch_and_suggested_fixes(studio: Studio) -> No
     assert "ss-stale" not in studio._dom_classes
 
 
+def test_an_error_of_the_plan_goes_when_the_value_it_is_about_becomes_invalid(studio: Studio) -> None:
+    count, batch = studio.cluster.count, studio.recipe.rows["global_batch_size"]
+    count.value = "3"
+    assert "1 x 3 = 3" in batch.message and not studio.cluster.is_wrong
+    count.value = "0"
+    assert studio.cluster.is_wrong and not batch.message
+    # The same number as before: its error is found again.
+    count.value = "3"
+    assert "1 x 3 = 3" in batch.message and not studio.cluster.is_wrong
+    count.value = "8"
+    assert not batch.message and not studio.is_wrong
+
+
+def test_an_error_closes_no_section_that_is_open(studio: Studio) -> None:
+    for title in ("GPUs", "Framework"):
+        studio.folds[title].head.expanded = True
+    studio.cluster.count.value = "3"
+    assert all(studio.folds[title].head.expanded for title in ("GPUs", "Framework", "Training"))
+
+
+def test_choosing_another_task_leaves_the_fine_tune_tab(studio: Studio) -> None:
+    studio.tabs.value = "Fine-tune"
+    assert studio.task.menu.value == "finetune" and "Fine-tune" in studio.launch.button.description
+    studio.task.menu.value = "pretrain"
+    assert studio.tabs.value != "Fine-tune" and studio.task.menu.value == "pretrain"
+    assert "Fine-tune" not in studio.launch.button.description
+    studio.tabs.value = "Fine-tune"
+    assert studio.task.menu.value == "finetune"
+
+
 def test_applying_a_plan_clears_all_input_errors(studio: Studio) -> None:
     plan = studio.plan
     studio.architecture.name.value, studio.cluster.count.value = "nonsense", "many"
