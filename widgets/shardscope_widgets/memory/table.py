@@ -106,10 +106,11 @@ def render_component_table(shown: ShownMemory) -> str:
     # Stable, so that components of equal size keep the order of COMPONENTS.
     names.sort(key=lambda name: -max(shown.report.components.get(name, 0), 0))
     rows = [_build_component_row(shown, name) for name in names]
+    rows.append(_build_total_row(shown))
+    # Below the total, which is the GPU's.
     rows += [
         _build_outside_row(shown, place_name, len(columns)) for place_name in _list_outside_memory(shown)
     ]
-    rows.append(_build_total_row(shown))
     stage = shown.report.worst_stage.stage
     corner = "GiB, at the peak" + (f" of stage {stage}" if len(shown.report.by_stage) > 1 else "")
     return render_part_table(corner, columns, rows)
