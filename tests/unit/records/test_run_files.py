@@ -6,6 +6,7 @@ import csv
 import math
 import os
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from shardscope.machine.processes import identify_machine
 from shardscope.records import metrics_table, redaction
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import (
+    LineTail,
     SampledLines,
     append_line,
     encode,
@@ -274,6 +276,23 @@ def test_fault_61_secrets_set_during_the_run_are_masked(
     assert LogCleaner(log, receiver.read_secrets).clean() > 3
     assert re.fullmatch(r"\*{14}, \*{11}, is no secret, \*+\n", log.read_text())
     assert redact("of a worker") == "*" * 11
+
+
+def test_a_line_that_a_full_disk_cuts_raises_and_hides_no_later_one(folder: RunFolder) -> None:
+    """A write of a part of a line returns its size, and no error."""
+    folder.set_status("running", "1 rank at work")
+    follower = LineTail(folder.status)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (folder.status.stat().st_size + 30, before[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            folder.set_status("finished", "the task returned on every rank")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [record["status"] for record in follower.read()] == ["running"]
+    folder.set_status("finished", "the disk has space again")
+    assert [record["status"] for record in follower.read()] == ["finished"]
+    assert [record["status"] for record in read_lines(folder.status)] == ["running", "finished"]
 
 
 def test_lost_run_dates_from_its_last_heartbeat(folder: RunFolder) -> None:

@@ -7,6 +7,7 @@ asterisks.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -55,10 +56,17 @@ def encode(record: Mapping[str, object], as_is: Collection[str] = ()) -> bytes:
 def append_line(path: Path, record: Mapping[str, object]) -> None:
     """Append one record in a single write call, so that lines of several writers never interleave.
 
-    Raises ``OSError``.
+    Raises ``OSError``, also if only a part of the line was written, as on a disk that becomes full.
     """
+    line = encode(record)
+    # A writer may have left a part of a line. If the line of another writer is only not visible yet, an empty
+    # line stays, which readers skip.
+    if read_tail(path, 1) not in (b"", b"\n"):
+        line = b"\n" + line
     with open_to_append(path) as file:
-        os.write(file.fileno(), encode(record))
+        # Not the rest in a second call: another writer may have appended a line meanwhile.
+        if os.write(file.fileno(), line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def write_json(path: Path, record: Mapping[str, object], as_is: Collection[str] = ()) -> None:
