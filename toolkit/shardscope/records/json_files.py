@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -74,8 +75,9 @@ def write_json(path: Path, record: Mapping[str, object], as_is: Collection[str] 
 
     ``as_is`` names values that a process uses later, such as paths, which are never masked.
     """
-    # In the same folder, because a rename is atomic only within one file system. The pid keeps writers apart.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    # In the same folder, because a rename is atomic only within one file system. Thread and pid keep writers
+    # apart; the pid is last for delete_partial_files.
+    partial = path.with_name(f".{path.name}.{threading.get_ident()}.{os.getpid()}")
     try:
         with open_new(partial) as file:
             file.write(encode(record, as_is))

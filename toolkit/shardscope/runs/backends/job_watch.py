@@ -152,7 +152,7 @@ class JobWatch:
     def _store_end(self, end: dict[str, object]) -> dict[str, object]:
         """Write the end of a run that no node will write, unless another process was faster."""
         record = {"time": time.time(), **end}
-        partial = self._folder.path / f".job_end.{os.getpid()}.{threading.get_ident()}"
+        partial = self._folder.path / f".job_end.{threading.get_ident()}.{os.getpid()}"
         # The folder may be another user's, and some file systems have no hard links: then each reader asks.
         with contextlib.suppress(OSError):
             try:
