@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.requirements import skip_without
+from tests.unit.fake_runs import wait_until
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -216,6 +217,30 @@ def test_nodes_have_ranks_and_files_of_their_own(tmp_path: Path) -> None:
     assert first.status == RunFolder(first.path).status and first.events(5) == second.events(5)
 
 
+def write_queued_run(parent: Path) -> RunFolder:
+    """Write the folder of a run whose job, number 7, has not started."""
+    folder = RunFolder(parent / "run")
+    folder.create()
+    (folder.path / "nodes").mkdir()
+    folder.set_status("queued", "being submitted")
+    description = {
+        "world_size": 2,
+        "num_nodes": 2,
+        "created": 1.0,
+        "plan": json.loads(make_plan("2xcpu").to_json()),
+    }
+    write_json(folder.run_json, description)
+    write_json(folder.job, {"job_id": "7"})
+    return folder
+
+
+def write_command(folder: Path, name: str, script: str, mode: int = 0o755) -> None:
+    """Write a stand-in for a command of Slurm."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"#!/bin/sh\n" + script.encode("latin-1"))
+    (folder / name).chmod(mode)
+
+
 @pytest.mark.parametrize(
     ("job", "stops", "status", "text"),
     [
@@ -235,18 +260,7 @@ def test_status_before_a_node_has_started(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    (folder.path / "nodes").mkdir()
-    folder.set_status("queued", "being submitted")
-    description = {
-        "world_size": 2,
-        "num_nodes": 2,
-        "created": 1.0,
-        "plan": json.loads(make_plan("2xcpu").to_json()),
-    }
-    write_json(folder.run_json, description)
-    write_json(folder.job, {"job_id": "7"})
+    folder = write_queued_run(tmp_path)
     for stop in stops:
         append_line(folder.control, stop)
     monkeypatch.setattr(job_watch, "read_job", lambda job_id: job)
@@ -255,6 +269,31 @@ def test_status_before_a_node_has_started(
     while run.reason == "job 7":  # Slurm is asked in a thread.
         pass
     assert run.status == status and text in run.reason
+
+
+def test_slurm_is_asked_again_after_every_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, commands = write_queued_run(tmp_path), tmp_path / "bin"
+    monkeypatch.setenv("PATH", str(commands))
+    monkeypatch.setattr(job_watch, "ASK_SECONDS", 0.0)
+    # The process limit is reached, say: the command cannot be started.
+    write_command(commands, "scontrol", "", mode=0o600)
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: "scontrol could not be started: Permission denied" in run.reason)
+    assert run.status == "queued"
+    # The administrator's comment is not in UTF-8.
+    write_command(commands, "scontrol", f"echo '{JOB_LINE.strip()} Comment=M\xfcller'")
+    assert wait_until(lambda: run.reason.startswith("job 7 waits: Resources"))
+
+    # Any other error, which is not foreseen.
+    def fail(job_id: str) -> None:
+        raise LookupError
+
+    monkeypatch.setattr("threading.excepthook", lambda arguments: None)
+    monkeypatch.setattr(job_watch, "read_job", fail)
+    assert wait_until(lambda: "its answer was not understood" in run.reason)
+    assert run.status == "queued"
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("RUNNING", "", "", "node1", False))
+    assert wait_until(lambda: run.reason == "job 7 has started on node1")
 
 
 def test_the_reason_of_a_failed_job_is_the_cause_in_its_log(tmp_path: Path) -> None:
