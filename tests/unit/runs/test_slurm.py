@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import subprocess
 import sys
 import time
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import pytest
@@ -129,7 +131,9 @@ def test_parameters_follow_the_plan(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "my run")
     parameters = build_parameters(folder, plan, target, PARTITION, starts_again=False)
     assert parameters["nodes"] == 2 and parameters["ntasks_per_node"] == 1 and parameters["time"] == 60
-    assert parameters["job_name"] == "shardscope-my-run" and parameters["qos"] == "high"
+    assert str(parameters["job_name"]).startswith("shardscope-my-run-") and parameters["qos"] == "high"
+    again = build_parameters(folder, plan, target, PARTITION, starts_again=False)
+    assert again["job_name"] != parameters["job_name"], "a job is cancelled by its name"
     additional = parameters["additional_parameters"]
     assert isinstance(additional, dict)
     # Half of the node's GPUs, so half of its cores.
@@ -307,6 +311,58 @@ def test_the_reason_of_a_failed_job_is_the_cause_in_its_log(tmp_path: Path) -> N
     assert job_watch.read_submission_log(folder) == cause
     log.write_text(f"{code.format(1)}\n")
     assert job_watch.read_submission_log(folder) == code.format(1)
+
+
+SCONTROL = """
+case $2 in
+partition) echo PartitionName=main Default=YES MaxTime=1:00:00 State=UP ;;
+node) for name in n1 n2; do
+    echo NodeName=$name NodeAddr=127.0.0.1 NodeHostName=$name CPUTot=4 State=IDLE Partitions=main
+done ;;
+esac
+"""
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return a folder on PATH with stand-ins for Slurm's commands; scancel writes its arguments there."""
+    skip_without("submitit")
+    folder = tmp_path / "bin"
+    write_command(folder, "scontrol", SCONTROL)
+    write_command(folder, "scancel", f"echo $@ >> {folder}/cancelled\n")
+    write_command(folder, "sbatch", "")
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def test_a_job_is_not_submitted_after_a_launch_without_an_answer(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_command(commands, "sbatch", f"touch {commands}/began\nsleep 1\ntouch {commands}/submitted\n")
+    # In place of Python with submitit, whose import takes longer than this test.
+    write_command(commands, "python", "sbatch\necho 7\n")
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+    monkeypatch.setattr(slurm_submission, "SUBMIT_SECONDS", 0.6)
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"^sbatch did not answer within 1 s$"):
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), name="a", folder=tmp_path / "runs", force=True)
+    assert (commands / "cancelled").read_text().startswith("--name=shardscope-a-")
+    assert not (tmp_path / "runs").exists()
+    time.sleep(max(0.0, began + 2.0 - time.monotonic()))
+    assert (commands / "began").exists() and not (commands / "submitted").exists()
+
+
+def test_an_id_that_cannot_be_written_raises_the_cause(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not the error of cancelling the job, which is a note of it."""
+    write_command(commands, "scancel", "echo no controller >&2; exit 1\n")
+    # The disk is full, say.
+    write_command(commands, "python", f"mkdir {tmp_path}/runs/a/job.json\necho 7\n")
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+    with pytest.raises(OSError, match=r"job\.json is damaged") as failed:
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), name="a", folder=tmp_path / "runs", force=True)
+    assert "Job 7 could not be cancelled: scancel: no controller" in "".join(format_exception(failed.value))
 
 
 @pytest.mark.parametrize(
