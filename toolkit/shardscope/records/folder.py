@@ -33,6 +33,9 @@ TEMPORARY = "tmp"
 RAY = "ray"
 """Subfolder of a Ray run with the state of its coordinator, which alone writes it."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
+"""Statuses of a run that has ended, as far as a reader can tell."""
+CERTAINLY_ENDED = FINAL - {"lost"}
+"""Those that stay. ``lost`` is inferred: a stalled supervisor may go on, and a file system may come back."""
 
 
 class RunFolder:

@@ -43,6 +43,7 @@ SHARE_OF_KERNEL = 0.1
 MAX_PAUSE_SECONDS = 2.0
 """Maximum seconds between two drawings, however long one takes."""
 STOP_TOOLTIP, CANCEL_TOOLTIP = "End this run", "Take this job out of the queue"
+LOST_TOOLTIP = "End this run, if it is still active on its machine"
 SAVE_TOOLTIP = "Finish the current step, save a checkpoint and end this run"
 FINISH_TOOLTIP = (
     "Finish the current step, validate, and export the weights with the lowest validation loss: the run "
@@ -227,10 +228,11 @@ class RunView(View):
             # Buttons and status first, so that the run can be seen and stopped whatever a task logs.
             status = run.status
             has_ended = status in FINAL
-            self.stop_button.disabled = has_ended or self._stop_requested
+            can_stop = _can_stop(run, status)
+            self.stop_button.disabled = not can_stop or self._stop_requested
             self.save_button.disabled = status not in ("starting", "running")
             self.finish_button.disabled = self.save_button.disabled or self._finish_requested
-            (self.stop_button.add_class if has_ended else self.stop_button.remove_class)("ss-off")
+            (self.stop_button.remove_class if can_stop else self.stop_button.add_class)("ss-off")
             # A job that waits has nothing to save.
             for button in (self.save_button, self.finish_button):
                 (button.add_class if has_ended or status == "queued" else button.remove_class)("ss-off")
@@ -269,9 +271,9 @@ class RunView(View):
 
     def _name_stop_button(self, status: str) -> None:
         """Call the button Cancel while the job waits: nothing of it has started yet."""
-        waits = status == "queued"
-        self.stop_button.description = "Cancel" if waits else "Stop"
-        self.stop_button.tooltip = CANCEL_TOOLTIP if waits else STOP_TOOLTIP
+        self.stop_button.description = "Cancel" if status == "queued" else "Stop"
+        tooltips = {"queued": CANCEL_TOOLTIP, "lost": LOST_TOOLTIP}
+        self.stop_button.tooltip = tooltips.get(status, STOP_TOOLTIP)
 
     def _add_records(self, new: list[dict[str, object]]) -> None:
         """Add new records to the numbers and the charts."""
@@ -399,7 +401,7 @@ class RunView(View):
         try:
             self.run.press(button)
         except OSError as error:
-            self._stop_requested = False
+            self._stop_requested = self.stop_button.disabled = False
             self.error.value = _render_alert(str(error))
 
     def _press_finish(self) -> None:
@@ -520,6 +522,16 @@ class RunView(View):
                 return []
             return [(run_html.format_seconds(seconds), "total time", "From launch to end")]
         return [(PLACEHOLDER, "remaining", "Known after some steps")] if run.trains_the_plan else []
+
+
+def _can_stop(run: ss.Run, status: str) -> bool:
+    """Return whether a stop may have an effect.
+
+    A run that counts as lost may still be active on another machine; on this one its processes are gone.
+    """
+    if status == "lost":
+        return bool(run.target) or not run.is_on_this_machine
+    return status not in FINAL
 
 
 def _read_new_records(follow: Follow) -> list[dict[str, object]]:

@@ -27,6 +27,22 @@ def test_fault_45_invalid_loss_keeps_the_view_and_stop_working(loss: Any) -> Non
     assert wait_until(lambda: view.status == "stopped")
 
 
+def test_a_run_of_another_machine_can_be_stopped_while_it_counts_as_lost() -> None:
+    run = FakeRun([])
+    run.status, run.is_on_this_machine = "lost", False
+    view = RunView(run)
+    assert wait_until(lambda: view.status == "lost" and not view.stop_button.disabled)
+    view.stop_button.click()
+    assert run.pressed_buttons == ["Stop"] and view.stop_button.disabled
+
+
+def test_a_run_whose_processes_are_gone_cannot_be_stopped() -> None:
+    run = FakeRun([])
+    run.status = "lost"
+    view = RunView(run)
+    assert wait_until(lambda: view.status == "lost") and view.stop_button.disabled
+
+
 def test_fault_60_view_shows_the_share_of_metric_lines_read() -> None:
     run = FakeRun([record(loss=2.5)])
     view = RunView(run)
