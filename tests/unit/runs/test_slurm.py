@@ -352,6 +352,32 @@ def test_a_job_is_not_submitted_after_a_launch_without_an_answer(
     assert (commands / "began").exists() and not (commands / "submitted").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "parent", "field", "fix"),
+    [
+        ("lr 50%n keep", "runs", "launch.name", "'lr 50_n keep'"),
+        ("100%%", "runs", "launch.name", "'100__'"),
+        ("a", "of%2j", "launch.folder", "of_2j'"),
+    ],
+)
+def test_a_path_that_slurm_would_replace_is_refused(
+    name: str, parent: str, field: str, fix: str, commands: Path, tmp_path: Path
+) -> None:
+    """Its job would fail without a log, as the nodes cannot create one."""
+    with pytest.raises(FieldError) as refused:
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), name=name, folder=tmp_path / parent, force=True)
+    assert refused.value.field == field and f"{fix}." in str(refused.value)
+    assert not (tmp_path / parent).exists()
+
+
+def test_a_path_with_another_percent_sign_is_submitted(commands: Path, tmp_path: Path) -> None:
+    write_command(commands, "sbatch", "echo Submitted batch job 7\n")
+    run = ss.launch(
+        make_plan("2x1xcpu"), print, on=ss.Slurm(), name="lr 50%", folder=tmp_path / "runs", force=True
+    )
+    assert "job 7" in run.target
+
+
 def test_an_id_that_cannot_be_written_raises_the_cause(
     commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

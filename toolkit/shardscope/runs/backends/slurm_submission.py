@@ -55,6 +55,9 @@ UNUSABLE_FLAGS = frozenset({
 GRES_GPU = re.compile(r"gpu(?::([A-Za-z][^:(,]*))?:(\d+)")
 """GPUs of a node in Slurm's spelling: ``gpu:a100:8(S:0-1)`` or ``gpu:8``."""
 
+PATTERN = re.compile(r"%[0-9A-Za-z%]")
+"""What Slurm may replace in the path of a log (sbatch(1), "filename pattern"), such as ``%n``."""
+
 
 class Partition(NamedTuple):
     """A partition of the cluster."""
@@ -156,9 +159,10 @@ def read_inventory(partition_name: str | None, gpu_name: str | None, *, only_idl
 def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *, starts_again: bool) -> str:
     """Submit the job of a run and write its id. Return the id.
 
-    Raises ``ValueError`` if Slurm refuses it, ``SlurmError`` if sbatch does not answer in time, and
-    ``OSError`` if the folder cannot be written.
+    Raises ``ValueError`` if Slurm refuses it or would replace a part of its path, ``SlurmError`` if sbatch
+    does not answer in time, and ``OSError`` if the folder cannot be written.
     """
+    _check_path(folder.path)
     submission = folder.path / SUBMISSION
     submission.mkdir(mode=0o700)
     environment = {name: value for name, value in clean_environment(os.environ).items() if name not in STALE}
@@ -194,6 +198,19 @@ def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *
             error.add_note(f"Job {job_id} could not be cancelled: {problem}")
         raise
     return job_id
+
+
+def _check_path(path: Path) -> None:
+    """Check that Slurm finds the run folder ``path``, which is part of the paths of the job's logs.
+
+    submitit passes them to sbatch as patterns. It uses the same path for its own files, so a percent sign
+    cannot be escaped by a second one.
+    """
+    for field, value in (("launch.name", path.name), ("launch.folder", str(path.parent))):
+        match = PATTERN.search(value)
+        if match is not None:
+            allowed = f"no {match[0]!r} on Slurm, which replaces it in the paths of logs"
+            refuse(field, value, allowed, Value(value.replace("%", "_")))
 
 
 def _run_submission(
