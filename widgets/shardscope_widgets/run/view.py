@@ -84,6 +84,8 @@ class RunView(View):
         self._lock = threading.RLock()
         self._is_watching = False
         """Whether a thread is about to refresh the view again."""
+        self._left = threading.Event()
+        """Set when the view is closed or shows another run, or the same one again: a new one for each."""
         self._follow: Follow | None = None
         self._pace = Pace()
         self._expected: PredictedMetrics | None = None
@@ -169,6 +171,8 @@ class RunView(View):
         """Switch the view to ``run``."""
         with self._lock:
             self.run = run
+            self._left.set()
+            self._left = threading.Event()
             # A new reader and a new pace: they would otherwise continue with the previous run's records.
             self._follow = run.follow()
             self._pace = Pace()
@@ -214,6 +218,7 @@ class RunView(View):
         """Close the view; the run and its other views continue."""
         with self._lock:  # Wait until the view's thread has finished drawing.
             self.run = None
+            self._left.set()
             for panel in self._merging.values():
                 panel.close()
             self.legend.close()  # It has a place in the view only once a run was shown.
@@ -330,14 +335,17 @@ class RunView(View):
     def _start_watching(self) -> None:
         self._is_watching = True
         threading.Thread(
-            target=self._watch_run, args=(self.run,), daemon=True, name="shardscope-run-view"
+            target=self._watch_run, args=(self.run, self._left), daemon=True, name="shardscope-run-view"
         ).start()
 
-    def _watch_run(self, run: ss.Run) -> None:
-        """Refresh in a thread until the run ends, because cells may block the kernel's main thread."""
+    def _watch_run(self, run: ss.Run, left: threading.Event) -> None:
+        """Refresh in a thread until the run ends, because cells may block the kernel's main thread.
+
+        It returns at once when ``left`` is set: another thread may watch the same run.
+        """
         ended, more = False, False
         try:
-            while self.run is run and (more or not ended):
+            while not left.is_set() and (more or not ended):
                 # CPU time, not wall time: waiting for the disk does not slow down the user's cells.
                 started, busy = time.monotonic(), time.thread_time()
                 # Read the status before the refresh, which then draws everything written up to the end.
@@ -349,11 +357,13 @@ class RunView(View):
                     self.error.value = _render_alert(f"The run cannot be shown: {error}")
                 if not ended:
                     pause = min((time.thread_time() - busy) / SHARE_OF_KERNEL, MAX_PAUSE_SECONDS)
-                    time.sleep(max(0.02, max(POLL_SECONDS, pause) - (time.monotonic() - started)))
+                    left.wait(max(0.02, max(POLL_SECONDS, pause) - (time.monotonic() - started)))
         finally:
             with self._lock:
-                self._is_watching = False
-            if self.run is run:
+                is_current = not left.is_set()
+                if is_current:
+                    self._is_watching = False
+            if is_current:
                 # The user may have started a search since the last refresh; on_end may take long.
                 self._refresh_log()
                 if self._on_end is not None:
@@ -374,7 +384,7 @@ class RunView(View):
         while more:
             started = time.monotonic()
             with self._lock:
-                # A caller of _wake waits here, and starts another thread if this was the last refresh.
+                # A caller of _refresh_log waits here, and starts another thread if this was the last refresh.
                 more = False
                 try:
                     more = self.run is not None and self.refresh()

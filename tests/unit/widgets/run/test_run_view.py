@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -66,6 +67,20 @@ def test_fault_45_on_end_is_called_once_although_the_last_refresh_fails(
     run.status = "finished"
     assert wait_until(lambda: ended == [run])
     assert "run cannot be shown" in view.error.value
+
+
+def test_a_run_that_is_shown_again_is_watched_once() -> None:
+    ended: list[Any] = []
+    run = FakeRun([record(loss=1.0)])
+    view = RunView(on_end=ended.append)
+    before = set(threading.enumerate())
+    for _ in range(4):
+        view.show(run)
+        assert wait_until(lambda: "1.000" in view.facts.value)
+    assert wait_until(lambda: len(set(threading.enumerate()) - before) == 1)
+    run.status = "finished"
+    assert wait_until(lambda: set(threading.enumerate()) <= before)
+    assert ended == [run]
 
 
 def test_rank_output_is_shown_without_any_metrics() -> None:
