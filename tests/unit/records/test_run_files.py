@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fake_runs import wait_until
 from tensorboardX.proto.event_pb2 import Event
-from tests.unit.fake_runs import wait_until
 
 from shardscope.machine.processes import identify_machine
 from shardscope.records import metrics_table, redaction

@@ -14,8 +14,8 @@ from traceback import format_exception
 from typing import Any
 
 import pytest
+from fake_runs import wait_until
 from tests.requirements import skip_without
-from tests.unit.fake_runs import wait_until
 
 import shardscope as ss
 from shardscope.core.errors import FieldError

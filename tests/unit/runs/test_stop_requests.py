@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.fake_runs import wait_until
+from fake_runs import wait_until
 
 from shardscope.records.folder import RunFolder, Status
 from shardscope.records.json_files import read_json, read_lines, write_json
