@@ -54,6 +54,7 @@ class FakeRun:
     model: Path | None = None
     recorded_base: dict[str, Any] | None = None
     target = ""
+    is_on_this_machine = True
     nodes: tuple[RunNode, ...] = ()
     attempts: tuple[dict[str, Any], ...] = ()
 

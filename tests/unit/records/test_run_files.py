@@ -6,20 +6,26 @@ import csv
 import math
 import os
 import re
+import resource
 import struct
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fake_runs import wait_until
 from tensorboardX.proto.event_pb2 import Event
 
 from shardscope.machine.processes import identify_machine
 from shardscope.records import metrics_table, redaction
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import (
+    LineTail,
     SampledLines,
     append_line,
+    delete_partial_files,
     encode,
     read_json,
     read_lines,
@@ -274,6 +280,58 @@ def test_fault_61_secrets_set_during_the_run_are_masked(
     assert LogCleaner(log, receiver.read_secrets).clean() > 3
     assert re.fullmatch(r"\*{14}, \*{11}, is no secret, \*+\n", log.read_text())
     assert redact("of a worker") == "*" * 11
+
+
+def test_two_threads_that_replace_one_file_keep_it_complete(tmp_path: Path) -> None:
+    path, barrier = tmp_path / "note.json", threading.Barrier(2)
+
+    def write(writer: int) -> None:
+        barrier.wait()
+        for number in range(300):
+            write_json(path, {"writer": writer, "number": number})
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(write, writer) for writer in range(2)]:
+            done.result()
+    assert (read_json(path) or {})["number"] == 299
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_partial_files_of_ended_processes_are_deleted(tmp_path: Path) -> None:
+    """Those of another writer are complete soon."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom shardscope.records import json_files\n"
+        "json_files.encode = lambda *_: sys.stdin.read() and os._exit(1)\n"
+        "json_files.write_json(Path(sys.argv[1]), {})"
+    )
+    command = [sys.executable, "-c", code, str(folder / "note.json")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as writer:
+        assert wait_until(lambda: len(list(folder.iterdir())) == 1)
+        delete_partial_files(tmp_path)
+        assert len(list(folder.iterdir())) == 1
+        writer.communicate(b"now killed")
+    assert len(list(folder.iterdir())) == 1
+    delete_partial_files(tmp_path)
+    assert not list(folder.iterdir())
+
+
+def test_a_line_that_a_full_disk_cuts_raises_and_hides_no_later_one(folder: RunFolder) -> None:
+    """A write of a part of a line returns its size, and no error."""
+    folder.set_status("running", "1 rank at work")
+    follower = LineTail(folder.status)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (folder.status.stat().st_size + 30, before[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            folder.set_status("finished", "the task returned on every rank")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [record["status"] for record in follower.read()] == ["running"]
+    folder.set_status("finished", "the disk has space again")
+    assert [record["status"] for record in follower.read()] == ["finished"]
+    assert [record["status"] for record in read_lines(folder.status)] == ["running", "finished"]
 
 
 def test_lost_run_dates_from_its_last_heartbeat(folder: RunFolder) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import subprocess
 import sys
 import time
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import pytest
+from fake_runs import wait_until
 from tests.requirements import skip_without
 
 import shardscope as ss
@@ -128,7 +131,9 @@ def test_parameters_follow_the_plan(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "my run")
     parameters = build_parameters(folder, plan, target, PARTITION, starts_again=False)
     assert parameters["nodes"] == 2 and parameters["ntasks_per_node"] == 1 and parameters["time"] == 60
-    assert parameters["job_name"] == "shardscope-my-run" and parameters["qos"] == "high"
+    assert str(parameters["job_name"]).startswith("shardscope-my-run-") and parameters["qos"] == "high"
+    again = build_parameters(folder, plan, target, PARTITION, starts_again=False)
+    assert again["job_name"] != parameters["job_name"], "a job is cancelled by its name"
     additional = parameters["additional_parameters"]
     assert isinstance(additional, dict)
     # Half of the node's GPUs, so half of its cores.
@@ -216,6 +221,30 @@ def test_nodes_have_ranks_and_files_of_their_own(tmp_path: Path) -> None:
     assert first.status == RunFolder(first.path).status and first.events(5) == second.events(5)
 
 
+def write_queued_run(parent: Path) -> RunFolder:
+    """Write the folder of a run whose job, number 7, has not started."""
+    folder = RunFolder(parent / "run")
+    folder.create()
+    (folder.path / "nodes").mkdir()
+    folder.set_status("queued", "being submitted")
+    description = {
+        "world_size": 2,
+        "num_nodes": 2,
+        "created": 1.0,
+        "plan": json.loads(make_plan("2xcpu").to_json()),
+    }
+    write_json(folder.run_json, description)
+    write_json(folder.job, {"job_id": "7"})
+    return folder
+
+
+def write_command(folder: Path, name: str, script: str, mode: int = 0o755) -> None:
+    """Write a stand-in for a command of Slurm."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"#!/bin/sh\n" + script.encode("latin-1"))
+    (folder / name).chmod(mode)
+
+
 @pytest.mark.parametrize(
     ("job", "stops", "status", "text"),
     [
@@ -235,18 +264,7 @@ def test_status_before_a_node_has_started(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    (folder.path / "nodes").mkdir()
-    folder.set_status("queued", "being submitted")
-    description = {
-        "world_size": 2,
-        "num_nodes": 2,
-        "created": 1.0,
-        "plan": json.loads(make_plan("2xcpu").to_json()),
-    }
-    write_json(folder.run_json, description)
-    write_json(folder.job, {"job_id": "7"})
+    folder = write_queued_run(tmp_path)
     for stop in stops:
         append_line(folder.control, stop)
     monkeypatch.setattr(job_watch, "read_job", lambda job_id: job)
@@ -255,6 +273,31 @@ def test_status_before_a_node_has_started(
     while run.reason == "job 7":  # Slurm is asked in a thread.
         pass
     assert run.status == status and text in run.reason
+
+
+def test_slurm_is_asked_again_after_every_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, commands = write_queued_run(tmp_path), tmp_path / "bin"
+    monkeypatch.setenv("PATH", str(commands))
+    monkeypatch.setattr(job_watch, "ASK_SECONDS", 0.0)
+    # The process limit is reached, say: the command cannot be started.
+    write_command(commands, "scontrol", "", mode=0o600)
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: "scontrol could not be started: Permission denied" in run.reason)
+    assert run.status == "queued"
+    # The administrator's comment is not in UTF-8.
+    write_command(commands, "scontrol", f"echo '{JOB_LINE.strip()} Comment=M\xfcller'")
+    assert wait_until(lambda: run.reason.startswith("job 7 waits: Resources"))
+
+    # Any other error, which is not foreseen.
+    def fail(job_id: str) -> None:
+        raise LookupError
+
+    monkeypatch.setattr("threading.excepthook", lambda arguments: None)
+    monkeypatch.setattr(job_watch, "read_job", fail)
+    assert wait_until(lambda: "its answer was not understood" in run.reason)
+    assert run.status == "queued"
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("RUNNING", "", "", "node1", False))
+    assert wait_until(lambda: run.reason == "job 7 has started on node1")
 
 
 def test_the_reason_of_a_failed_job_is_the_cause_in_its_log(tmp_path: Path) -> None:
@@ -268,6 +311,84 @@ def test_the_reason_of_a_failed_job_is_the_cause_in_its_log(tmp_path: Path) -> N
     assert job_watch.read_submission_log(folder) == cause
     log.write_text(f"{code.format(1)}\n")
     assert job_watch.read_submission_log(folder) == code.format(1)
+
+
+SCONTROL = """
+case $2 in
+partition) echo PartitionName=main Default=YES MaxTime=1:00:00 State=UP ;;
+node) for name in n1 n2; do
+    echo NodeName=$name NodeAddr=127.0.0.1 NodeHostName=$name CPUTot=4 State=IDLE Partitions=main
+done ;;
+esac
+"""
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return a folder on PATH with stand-ins for Slurm's commands; scancel writes its arguments there."""
+    skip_without("submitit")
+    folder = tmp_path / "bin"
+    write_command(folder, "scontrol", SCONTROL)
+    write_command(folder, "scancel", f"echo $@ >> {folder}/cancelled\n")
+    write_command(folder, "sbatch", "")
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def test_a_job_is_not_submitted_after_a_launch_without_an_answer(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_command(commands, "sbatch", f"touch {commands}/began\nsleep 1\ntouch {commands}/submitted\n")
+    # In place of Python with submitit, whose import takes longer than this test.
+    write_command(commands, "python", "sbatch\necho 7\n")
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+    monkeypatch.setattr(slurm_submission, "SUBMIT_SECONDS", 0.6)
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"^sbatch did not answer within 1 s$"):
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), name="a", folder=tmp_path / "runs", force=True)
+    assert (commands / "cancelled").read_text().startswith("--name=shardscope-a-")
+    assert not (tmp_path / "runs").exists()
+    time.sleep(max(0.0, began + 2.0 - time.monotonic()))
+    assert (commands / "began").exists() and not (commands / "submitted").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "parent", "field", "fix"),
+    [
+        ("lr 50%n keep", "runs", "launch.name", "'lr 50_n keep'"),
+        ("100%%", "runs", "launch.name", "'100__'"),
+        ("a", "of%2j", "launch.folder", "of_2j'"),
+    ],
+)
+def test_a_path_that_slurm_would_replace_is_refused(
+    name: str, parent: str, field: str, fix: str, commands: Path, tmp_path: Path
+) -> None:
+    """Its job would fail without a log, as the nodes cannot create one."""
+    with pytest.raises(FieldError) as refused:
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), name=name, folder=tmp_path / parent, force=True)
+    assert refused.value.field == field and f"{fix}." in str(refused.value)
+    assert not (tmp_path / parent).exists()
+
+
+def test_a_path_with_another_percent_sign_is_submitted(commands: Path, tmp_path: Path) -> None:
+    write_command(commands, "sbatch", "echo Submitted batch job 7\n")
+    run = ss.launch(
+        make_plan("2x1xcpu"), print, on=ss.Slurm(), name="lr 50%", folder=tmp_path / "runs", force=True
+    )
+    assert "job 7" in run.target
+
+
+def test_an_id_that_cannot_be_written_raises_the_cause(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not the error of cancelling the job, which is a note of it."""
+    write_command(commands, "scancel", "echo no controller >&2; exit 1\n")
+    # The disk is full, say.
+    write_command(commands, "python", f"mkdir {tmp_path}/runs/a/job.json\necho 7\n")
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+    with pytest.raises(OSError, match=r"job\.json is damaged") as failed:
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), name="a", folder=tmp_path / "runs", force=True)
+    assert "Job 7 could not be cancelled: scancel: no controller" in "".join(format_exception(failed.value))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_runs import wait_until
 
-from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import read_json, write_json
+from shardscope.records.folder import RunFolder, Status
+from shardscope.records.json_files import read_json, read_lines, write_json
+from shardscope.runs import run_status
+from shardscope.runs.run import Run
 from shardscope.runs.stop_request import (
     READS_STOPS,
     describe_stop_request,
@@ -52,3 +55,31 @@ def test_stop_requests_count_as_read_once_every_rank_has_read_them(tmp_path: Pat
         record_reader(folder, rank, READS_STOPS)
     assert every_rank_reads_stops(folder, 2)
     assert (read_json(folder.rank(1)) or {})["pid"] == 101, "what else is recorded of it stays"
+
+
+def test_a_stop_reaches_a_run_that_counts_as_lost_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its supervisor on another machine has given no sign of life, and then goes on."""
+    monkeypatch.setattr(run_status, "HEARTBEAT_PATIENCE_SECONDS", 0.0)
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_json(folder.run_json, {"world_size": 1, "created": 1.0})
+    folder.set_status("running", "1 rank at work")
+    write_json(folder.supervisor, {"pid": 100, "started": 1.0, "machine": "another"})
+    run = Run(folder)
+    assert wait_until(lambda: run.status == "lost")
+    run.stop()
+    assert [line["command"] for line in read_lines(folder.control)] == ["stop"]
+    monkeypatch.setattr(run_status, "HEARTBEAT_PATIENCE_SECONDS", 60.0)
+    assert run.status == "running"
+
+
+@pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
+def test_a_stop_has_no_effect_on_a_run_that_has_ended(status: Status, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_json(folder.run_json, {"world_size": 1, "created": 1.0})
+    folder.set_status(status, "for some reason")
+    Run(folder).stop()
+    assert not folder.control.exists()

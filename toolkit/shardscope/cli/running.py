@@ -20,6 +20,7 @@ from shardscope.cli.plan_options import (
 )
 from shardscope.cli.planning import Commands, add_command
 from shardscope.core.errors import refuse
+from shardscope.records.folder import FINAL
 
 if TYPE_CHECKING:
     from shardscope.runs.backends.ray.target import Ray
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 RUNS = "runs"
 """The folder of runs, as ``ss.launch`` has it."""
-FINAL = ("finished", "stopped", "failed", "lost")
 POLL_SECONDS = 0.5
 SLURM_FIELDS = ("partition", "account", "qos", "time", "constraint", "python")
 RAY_FIELDS = ("address", "runtime_env", "node_folder")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardscope.records.folder import ATTEMPTS, FINAL, RunFolder
+from shardscope.records.folder import ATTEMPTS, FINAL, RunFolder, list_numbers
 from shardscope.records.json_files import read_json, write_json
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.terminal_text import plain_text
@@ -87,12 +87,7 @@ def is_for_attempt(command: Mapping[str, object], folder: RunFolder) -> bool:
 
 def read_attempts(folder: RunFolder) -> list[dict[str, object]]:
     """Return the recorded attempts, oldest first; the fields are those of ``Run.attempts``."""
-    try:
-        names = [entry.name for entry in (folder.path / ATTEMPTS).iterdir()]
-    except OSError:
-        return []
-    # The folder may come from anybody: int() also accepts digits of other scripts.
-    numbers = sorted(int(name) for name in names if name.isdecimal() and name.isascii())[:MAX_ATTEMPTS]
+    numbers = list_numbers(folder.path / ATTEMPTS)[:MAX_ATTEMPTS]
     return [
         _describe_attempt(folder.select_attempt(number), is_latest=number == numbers[-1])
         for number in numbers

@@ -33,6 +33,9 @@ TEMPORARY = "tmp"
 RAY = "ray"
 """Subfolder of a Ray run with the state of its coordinator, which alone writes it."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
+"""Statuses of a run that has ended, as far as a reader can tell."""
+CERTAINLY_ENDED = FINAL - {"lost"}
+"""Those that stay. ``lost`` is inferred: a stalled supervisor may go on, and a file system may come back."""
 
 
 class RunFolder:
@@ -59,13 +62,7 @@ class RunFolder:
         """Number of the attempt, from 1; 1 for a run that is never started again."""
         if self.fixed_attempt is not None:
             return self.fixed_attempt
-        try:
-            # Not Path.iterdir: readers ask for the paths of thousands of ranks.
-            names = os.listdir(self.path / ATTEMPTS)  # noqa: PTH208
-        except OSError:
-            return 1
-        # The folder may come from anybody: int() also accepts digits of other scripts.
-        return max((int(name) for name in names if name.isdecimal() and name.isascii()), default=1)
+        return max(list_numbers(self.path / ATTEMPTS), default=1)
 
     @property
     def state(self) -> Path:
@@ -107,11 +104,7 @@ class RunFolder:
 
     def list_nodes(self) -> list[NodeFolder]:
         """Return the folders of the nodes that have started, in order; none for a run of one machine."""
-        try:
-            names = [entry.name for entry in (self.state / NODES).iterdir()]
-        except OSError:
-            return []
-        numbers = sorted(int(name) for name in names if name.isdecimal() and name.isascii())
+        numbers = list_numbers(self.state / NODES)
         return [NodeFolder(self.path, number, attempt=self.fixed_attempt) for number in numbers]
 
     @property
@@ -181,7 +174,7 @@ class RunFolder:
 
     @property
     def note(self) -> Path:
-        """Note of the launcher process for the users who watch the run."""
+        """The user's note on the run."""
         return self.path / "note.json"
 
     @property
@@ -240,13 +233,8 @@ class RunFolder:
 
     def list_recordings(self) -> list[int]:
         """Return the numbers of the recordings of which a rank has written its trace, oldest first."""
-        try:
-            names = [entry.name for entry in (self.path / RECORDINGS).iterdir()]
-        except OSError:
-            names = []
-        # The folder may come from anybody: int() also accepts digits of other scripts.
-        numbers = sorted(int(name) for name in names if name.isdecimal() and name.isascii() and name != "0")
-        return [number for number in (0, *numbers) if any(self.recording(number).glob("*.json.gz"))]
+        numbers = [0, *(number for number in list_numbers(self.path / RECORDINGS) if number)]
+        return [number for number in numbers if any(self.recording(number).glob("*.json.gz"))]
 
     def engine_report(self, rank: int) -> Path:
         """Return the path of the report of what one rank's engine built."""
@@ -258,10 +246,9 @@ class RunFolder:
 
     def memory_snapshots(self) -> dict[int, Path]:
         """Return the existing memory snapshots by rank."""
-        # The folder may come from anybody: int() also accepts digits of other scripts, which no rank has.
         paths = self.memory_snapshot(0).parent.glob("rank-*.pickle")
         ranks = ((path.stem.removeprefix("rank-"), path) for path in paths)
-        return {int(rank): path for rank, path in ranks if rank.isdecimal() and rank.isascii()}
+        return {int(rank): path for rank, path in ranks if _is_number(rank)}
 
     def create(self, *further: str) -> None:
         """Create the folder with mode 0700, its parents and its folders. Raises ``OSError``."""
@@ -391,6 +378,21 @@ class NodeFolder(RunFolder):
     def ended(self) -> Path:
         """Final status of this node's ranks; written once, after all of their processes have ended."""
         return self.own / "ended.json"
+
+
+def list_numbers(folder: Path) -> list[int]:
+    """Return the numbers among the names in ``folder``, in order; none if it cannot be listed."""
+    try:
+        # Not Path.iterdir: readers ask for the paths of thousands of ranks.
+        names = os.listdir(folder)  # noqa: PTH208
+    except OSError:
+        return []
+    return sorted(int(name) for name in names if _is_number(name))
+
+
+def _is_number(name: str) -> bool:
+    # The folder may come from anybody: int() also accepts digits of other scripts.
+    return name.isdecimal() and name.isascii()
 
 
 def checked_path(field: str, value: object) -> Path:

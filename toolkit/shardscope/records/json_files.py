@@ -7,9 +7,11 @@ asterisks.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -55,10 +57,17 @@ def encode(record: Mapping[str, object], as_is: Collection[str] = ()) -> bytes:
 def append_line(path: Path, record: Mapping[str, object]) -> None:
     """Append one record in a single write call, so that lines of several writers never interleave.
 
-    Raises ``OSError``.
+    Raises ``OSError``, also if only a part of the line was written, as on a disk that becomes full.
     """
+    line = encode(record)
+    # A writer may have left a part of a line. If the line of another writer is only not visible yet, an empty
+    # line stays, which readers skip.
+    if read_tail(path, 1) not in (b"", b"\n"):
+        line = b"\n" + line
     with open_to_append(path) as file:
-        os.write(file.fileno(), encode(record))
+        # Not the rest in a second call: another writer may have appended a line meanwhile.
+        if os.write(file.fileno(), line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def write_json(path: Path, record: Mapping[str, object], as_is: Collection[str] = ()) -> None:
@@ -66,8 +75,9 @@ def write_json(path: Path, record: Mapping[str, object], as_is: Collection[str] 
 
     ``as_is`` names values that a process uses later, such as paths, which are never masked.
     """
-    # In the same folder, because a rename is atomic only within one file system. The pid keeps writers apart.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    # In the same folder, because a rename is atomic only within one file system. Thread and pid keep writers
+    # apart; the pid is last for delete_partial_files.
+    partial = path.with_name(f".{path.name}.{threading.get_ident()}.{os.getpid()}")
     try:
         with open_new(partial) as file:
             file.write(encode(record, as_is))

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
 from shardscope.machine.processes import identify_machine
 from shardscope.records.attempts import read_attempts
-from shardscope.records.folder import EXPORT, FINAL, RunFolder, checked_path, explain_write_error
+from shardscope.records.folder import (
+    CERTAINLY_ENDED,
+    EXPORT,
+    FINAL,
+    RunFolder,
+    checked_path,
+    explain_write_error,
+)
 from shardscope.records.folder_checks import (
     check_file_kinds,
     check_supervisor,
@@ -493,12 +500,13 @@ class Run:
         return Trace.load(find_recording(self, recording))
 
     def stop(self, checkpoint: bool = False) -> None:
-        """Request a stop and return immediately; no effect on an ended run. ``run.wait()`` waits for the end.
+        """Request a stop and return immediately. ``run.wait()`` waits for the end.
 
-        With ``checkpoint`` the ranks first finish their step and save, if their task reads
-        ``ctx.should_stop``. Raises ``ValueError`` if the task is known never to read it, ``OSError`` if the
-        folder cannot be written, and ``NotRegularFileError`` (a subclass of both) if ``control.jsonl`` is not
-        a regular file.
+        No effect on a run that has finished, was stopped or has failed. One that counts as lost reads the
+        request if it turns out to be active. With ``checkpoint`` the ranks first finish their step and save,
+        if their task reads ``ctx.should_stop``. Raises ``ValueError`` if the task is known never to read it,
+        ``OSError`` if the folder cannot be written, and ``NotRegularFileError`` (a subclass of both) if
+        ``control.jsonl`` is not a regular file.
         """
         if (
             check_flag("run.stop checkpoint", checkpoint)
@@ -547,8 +555,12 @@ class Run:
                 cancel_waiting(job_id)
 
     def send(self, command: str, **arguments: object) -> None:
-        """Append a command for the supervisor or for ``ctx.commands()``; no effect on an ended run."""
-        if self.status in FINAL:
+        """Append a command for the supervisor or for ``ctx.commands()``.
+
+        No effect on a run that has finished, was stopped or has failed. One that counts as lost gets the
+        command too: on another machine it is only known to have been silent for half a minute.
+        """
+        if self.status in CERTAINLY_ENDED:
             return
         try:
             append_line(self._folder.control, {"command": command, "time": time.time(), **arguments})

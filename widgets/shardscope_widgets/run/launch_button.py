@@ -144,7 +144,9 @@ class LaunchButton:
             self._on_error(error, None)
             return
         tight = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
-        self._report_run(run, " ".join(filter(None, [note, *tight])))
+        notes = " ".join(filter(None, [note, *tight]))
+        _write_note(run, notes)
+        self._on_launch(run, notes)
 
     def _submit(
         self, plan: ss.Plan, task: Callable[[Context], object], target: object, note: str, *, force: bool
@@ -166,19 +168,18 @@ class LaunchButton:
         threading.Thread(target=submit, daemon=True, name="shardscope-submit").start()
 
     def _end_submission(self, result: ss.Run | Exception, note: str) -> None:
+        if isinstance(result, ss.Run):
+            _write_note(result, note)
+        if self.button.comm is None:  # Closed meanwhile; the run goes on.
+            return
         self._submitting = ""
         self.update_offer()
         if isinstance(result, ss.Run):
-            self._report_run(result, note)
+            self._on_launch(result, note)
             return
         # The check that the nodes see the run folder may be wrong: a local one can be exported to them.
         is_optional = getattr(result, "field", "") == "launch.folder"
         self._on_error(result, (lambda: self.launch(force=True)) if is_optional else None)
-
-    def _report_run(self, run: ss.Run, notes: str) -> None:
-        with contextlib.suppress(OSError):  # The disk has become full: the run has started and is shown.
-            run.note = notes
-        self._on_launch(run, notes)
 
     def _show_task_error(self) -> str:
         """Show the task's error at its input, and return a short version of it."""
@@ -196,3 +197,8 @@ class LaunchButton:
             owner.show_plan_error(error)
             return WRONG
         return ""
+
+
+def _write_note(run: ss.Run, notes: str) -> None:
+    with contextlib.suppress(OSError):  # The disk has become full: the run has started and is shown.
+        run.note = notes

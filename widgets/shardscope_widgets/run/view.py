@@ -43,6 +43,7 @@ SHARE_OF_KERNEL = 0.1
 MAX_PAUSE_SECONDS = 2.0
 """Maximum seconds between two drawings, however long one takes."""
 STOP_TOOLTIP, CANCEL_TOOLTIP = "End this run", "Take this job out of the queue"
+LOST_TOOLTIP = "End this run, if it is still active on its machine"
 SAVE_TOOLTIP = "Finish the current step, save a checkpoint and end this run"
 FINISH_TOOLTIP = (
     "Finish the current step, validate, and export the weights with the lowest validation loss: the run "
@@ -83,6 +84,8 @@ class RunView(View):
         self._lock = threading.RLock()
         self._is_watching = False
         """Whether a thread is about to refresh the view again."""
+        self._left = threading.Event()
+        """Set when the view is closed or shows another run, or the same one again: a new one for each."""
         self._follow: Follow | None = None
         self._pace = Pace()
         self._expected: PredictedMetrics | None = None
@@ -168,6 +171,8 @@ class RunView(View):
         """Switch the view to ``run``."""
         with self._lock:
             self.run = run
+            self._left.set()
+            self._left = threading.Event()
             # A new reader and a new pace: they would otherwise continue with the previous run's records.
             self._follow = run.follow()
             self._pace = Pace()
@@ -213,6 +218,7 @@ class RunView(View):
         """Close the view; the run and its other views continue."""
         with self._lock:  # Wait until the view's thread has finished drawing.
             self.run = None
+            self._left.set()
             for panel in self._merging.values():
                 panel.close()
             self.legend.close()  # It has a place in the view only once a run was shown.
@@ -227,10 +233,11 @@ class RunView(View):
             # Buttons and status first, so that the run can be seen and stopped whatever a task logs.
             status = run.status
             has_ended = status in FINAL
-            self.stop_button.disabled = has_ended or self._stop_requested
+            can_stop = _can_stop(run, status)
+            self.stop_button.disabled = not can_stop or self._stop_requested
             self.save_button.disabled = status not in ("starting", "running")
             self.finish_button.disabled = self.save_button.disabled or self._finish_requested
-            (self.stop_button.add_class if has_ended else self.stop_button.remove_class)("ss-off")
+            (self.stop_button.remove_class if can_stop else self.stop_button.add_class)("ss-off")
             # A job that waits has nothing to save.
             for button in (self.save_button, self.finish_button):
                 (button.add_class if has_ended or status == "queued" else button.remove_class)("ss-off")
@@ -269,9 +276,9 @@ class RunView(View):
 
     def _name_stop_button(self, status: str) -> None:
         """Call the button Cancel while the job waits: nothing of it has started yet."""
-        waits = status == "queued"
-        self.stop_button.description = "Cancel" if waits else "Stop"
-        self.stop_button.tooltip = CANCEL_TOOLTIP if waits else STOP_TOOLTIP
+        self.stop_button.description = "Cancel" if status == "queued" else "Stop"
+        tooltips = {"queued": CANCEL_TOOLTIP, "lost": LOST_TOOLTIP}
+        self.stop_button.tooltip = tooltips.get(status, STOP_TOOLTIP)
 
     def _add_records(self, new: list[dict[str, object]]) -> None:
         """Add new records to the numbers and the charts."""
@@ -328,14 +335,17 @@ class RunView(View):
     def _start_watching(self) -> None:
         self._is_watching = True
         threading.Thread(
-            target=self._watch_run, args=(self.run,), daemon=True, name="shardscope-run-view"
+            target=self._watch_run, args=(self.run, self._left), daemon=True, name="shardscope-run-view"
         ).start()
 
-    def _watch_run(self, run: ss.Run) -> None:
-        """Refresh in a thread until the run ends, because cells may block the kernel's main thread."""
+    def _watch_run(self, run: ss.Run, left: threading.Event) -> None:
+        """Refresh in a thread until the run ends, because cells may block the kernel's main thread.
+
+        It returns at once when ``left`` is set: another thread may watch the same run.
+        """
         ended, more = False, False
         try:
-            while self.run is run and (more or not ended):
+            while not left.is_set() and (more or not ended):
                 # CPU time, not wall time: waiting for the disk does not slow down the user's cells.
                 started, busy = time.monotonic(), time.thread_time()
                 # Read the status before the refresh, which then draws everything written up to the end.
@@ -347,11 +357,13 @@ class RunView(View):
                     self.error.value = _render_alert(f"The run cannot be shown: {error}")
                 if not ended:
                     pause = min((time.thread_time() - busy) / SHARE_OF_KERNEL, MAX_PAUSE_SECONDS)
-                    time.sleep(max(0.02, max(POLL_SECONDS, pause) - (time.monotonic() - started)))
+                    left.wait(max(0.02, max(POLL_SECONDS, pause) - (time.monotonic() - started)))
         finally:
             with self._lock:
-                self._is_watching = False
-            if self.run is run:
+                is_current = not left.is_set()
+                if is_current:
+                    self._is_watching = False
+            if is_current:
                 # The user may have started a search since the last refresh; on_end may take long.
                 self._refresh_log()
                 if self._on_end is not None:
@@ -372,7 +384,7 @@ class RunView(View):
         while more:
             started = time.monotonic()
             with self._lock:
-                # A caller of _wake waits here, and starts another thread if this was the last refresh.
+                # A caller of _refresh_log waits here, and starts another thread if this was the last refresh.
                 more = False
                 try:
                     more = self.run is not None and self.refresh()
@@ -399,7 +411,7 @@ class RunView(View):
         try:
             self.run.press(button)
         except OSError as error:
-            self._stop_requested = False
+            self._stop_requested = self.stop_button.disabled = False
             self.error.value = _render_alert(str(error))
 
     def _press_finish(self) -> None:
@@ -520,6 +532,16 @@ class RunView(View):
                 return []
             return [(run_html.format_seconds(seconds), "total time", "From launch to end")]
         return [(PLACEHOLDER, "remaining", "Known after some steps")] if run.trains_the_plan else []
+
+
+def _can_stop(run: ss.Run, status: str) -> bool:
+    """Return whether a stop may have an effect.
+
+    A run that counts as lost may still be active on another machine; on this one its processes are gone.
+    """
+    if status == "lost":
+        return bool(run.target) or not run.is_on_this_machine
+    return status not in FINAL
 
 
 def _read_new_records(follow: Follow) -> list[dict[str, object]]:

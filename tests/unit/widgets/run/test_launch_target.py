@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from html import unescape
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from fake_runs import wait_until
 from tests.requirements import needs_installed
+from written_runs import write_run
 
 import shardscope as ss
 from shardscope.core.errors import FieldError, Value
@@ -211,6 +213,26 @@ def test_a_folder_that_nodes_may_not_see_can_be_launched_anyway(
     assert wait_until(lambda: "a shared folder" in read_notice(studio))
     studio.notice.press_button("Launch anyway")
     assert wait_until(lambda: len(launches) == 2) and launches[1]["force"] is True
+
+
+def test_a_job_that_is_submitted_while_the_studio_is_closed_opens_no_view(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_closed = threading.Event()
+
+    def launch(*_: object, **arguments: object) -> ss.Run:
+        assert is_closed.wait(10)
+        return ss.Run.attach(write_run("submitted", "running"))
+
+    monkeypatch.setattr(launch_button.ss, "launch", launch, raising=False)
+    studio.launch.target.choice.value = "Slurm: h200"
+    before = set(threading.enumerate())
+    studio.launch.button.click()
+    studio.close()
+    is_closed.set()
+    assert wait_until(lambda: set(threading.enumerate()) <= before)
+    assert studio.run is None and "runs" not in vars(studio)
+    assert Path("runs/submitted/note.json").exists(), "the run goes on"
 
 
 def test_another_engine_joins_by_one_entry(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -27,6 +28,22 @@ def test_fault_45_invalid_loss_keeps_the_view_and_stop_working(loss: Any) -> Non
     assert wait_until(lambda: view.status == "stopped")
 
 
+def test_a_run_of_another_machine_can_be_stopped_while_it_counts_as_lost() -> None:
+    run = FakeRun([])
+    run.status, run.is_on_this_machine = "lost", False
+    view = RunView(run)
+    assert wait_until(lambda: view.status == "lost" and not view.stop_button.disabled)
+    view.stop_button.click()
+    assert run.pressed_buttons == ["Stop"] and view.stop_button.disabled
+
+
+def test_a_run_whose_processes_are_gone_cannot_be_stopped() -> None:
+    run = FakeRun([])
+    run.status = "lost"
+    view = RunView(run)
+    assert wait_until(lambda: view.status == "lost") and view.stop_button.disabled
+
+
 def test_fault_60_view_shows_the_share_of_metric_lines_read() -> None:
     run = FakeRun([record(loss=2.5)])
     view = RunView(run)
@@ -50,6 +67,20 @@ def test_fault_45_on_end_is_called_once_although_the_last_refresh_fails(
     run.status = "finished"
     assert wait_until(lambda: ended == [run])
     assert "run cannot be shown" in view.error.value
+
+
+def test_a_run_that_is_shown_again_is_watched_once() -> None:
+    ended: list[Any] = []
+    run = FakeRun([record(loss=1.0)])
+    view = RunView(on_end=ended.append)
+    before = set(threading.enumerate())
+    for _ in range(4):
+        view.show(run)
+        assert wait_until(lambda: "1.000" in view.facts.value)
+    assert wait_until(lambda: len(set(threading.enumerate()) - before) == 1)
+    run.status = "finished"
+    assert wait_until(lambda: set(threading.enumerate()) <= before)
+    assert ended == [run]
 
 
 def test_rank_output_is_shown_without_any_metrics() -> None:

@@ -121,15 +121,16 @@ class JobWatch:
             self._is_asking = False
 
     def _read(self, job_id: str) -> None:
-        job, problem = None, ""
+        job, problem = None, "its answer was not understood"
         try:
-            job = read_job(job_id)
+            job, problem = read_job(job_id), ""
         except SlurmError as error:
             problem = str(error)
-        with self._lock:
-            self._answer, self._problem, self._is_answered = job, problem, True
-            self._asked, self._is_asking = time.monotonic(), False
-            self._answered.set()
+        finally:  # Slurm is asked again after any other error too.
+            with self._lock:
+                self._answer, self._problem, self._is_answered = job, problem, True
+                self._asked, self._is_asking = time.monotonic(), False
+                self._answered.set()
 
     def _describe_end(self, job_id: str, job: Job | None) -> dict[str, object]:
         lines = read_lines(self._folder.control)
@@ -152,7 +153,7 @@ class JobWatch:
     def _store_end(self, end: dict[str, object]) -> dict[str, object]:
         """Write the end of a run that no node will write, unless another process was faster."""
         record = {"time": time.time(), **end}
-        partial = self._folder.path / f".job_end.{os.getpid()}.{threading.get_ident()}"
+        partial = self._folder.path / f".job_end.{threading.get_ident()}.{os.getpid()}"
         # The folder may be another user's, and some file systems have no hard links: then each reader asks.
         with contextlib.suppress(OSError):
             try:

@@ -56,7 +56,10 @@ class Job(NamedTuple):
 
 
 def run_command(*command: str, seconds: float = SECONDS) -> str:
-    """Return the output of a Slurm command. Raises ``SlurmError`` with its message if it fails."""
+    """Return the output of a Slurm command; invalid UTF-8 becomes the replacement character.
+
+    Raises ``SlurmError`` with its message if it fails, and if it cannot be started.
+    """
     # In English, and without what an interactive allocation of the user has set.
     environment = {**clean_environment(os.environ), "LC_ALL": "C"}
     try:
@@ -65,12 +68,15 @@ def run_command(*command: str, seconds: float = SECONDS) -> str:
             check=False,
             capture_output=True,
             text=True,
+            errors="replace",  # Names and comments of jobs may be in another encoding.
             timeout=seconds,
             env=environment,
             stdin=subprocess.DEVNULL,
         )
     except FileNotFoundError as error:
         raise SlurmError(f"{command[0]} is not on PATH: this machine has no Slurm commands") from error
+    except OSError as error:  # The process limit, or the memory.
+        raise SlurmError(f"{command[0]} could not be started: {error.strerror or error}") from error
     except subprocess.TimeoutExpired as error:
         # It repeats what it waits for, such as a file that it does not find. Bytes, despite text=True.
         written = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr

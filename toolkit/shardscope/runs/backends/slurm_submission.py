@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import secrets
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -25,7 +28,13 @@ from shardscope.runs.backends.nodes import (
     is_same_gpu,
 )
 from shardscope.runs.backends.slurm import Slurm, parse_minutes
-from shardscope.runs.backends.slurm_job import clean_environment, parse_records, run_command
+from shardscope.runs.backends.slurm_job import (
+    SlurmError,
+    cancel,
+    clean_environment,
+    parse_records,
+    run_command,
+)
 from shardscope.runs.launch.environment import STALE, add_toolkit_to_path
 
 if TYPE_CHECKING:
@@ -45,6 +54,9 @@ UNUSABLE_FLAGS = frozenset({
 """Parts of the state of a node that starts no job until somebody has repaired or resumed it (scontrol(1))."""
 GRES_GPU = re.compile(r"gpu(?::([A-Za-z][^:(,]*))?:(\d+)")
 """GPUs of a node in Slurm's spelling: ``gpu:a100:8(S:0-1)`` or ``gpu:8``."""
+
+PATTERN = re.compile(r"%[0-9A-Za-z%]")
+"""What Slurm may replace in the path of a log (sbatch(1), "filename pattern"), such as ``%n``."""
 
 
 class Partition(NamedTuple):
@@ -145,29 +157,27 @@ def read_inventory(partition_name: str | None, gpu_name: str | None, *, only_idl
 
 
 def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *, starts_again: bool) -> str:
-    """Submit the job of a run and write its id. Return the id. Raises ``ValueError`` if Slurm refuses it."""
+    """Submit the job of a run and write its id. Return the id.
+
+    Raises ``ValueError`` if Slurm refuses it or would replace a part of its path, ``SlurmError`` if sbatch
+    does not answer in time, and ``OSError`` if the folder cannot be written.
+    """
+    _check_path(folder.path)
     submission = folder.path / SUBMISSION
     submission.mkdir(mode=0o700)
     environment = {name: value for name, value in clean_environment(os.environ).items() if name not in STALE}
     with_toolkit = add_toolkit_to_path(environment)
     # Another Python has packages of its own, which this one's must not hide.
     nodes_environment = environment if target.python is not None else with_toolkit
+    parameters = build_parameters(folder, plan, target, partition, starts_again=starts_again)
     request = {
         "pythonpath": nodes_environment.get("PYTHONPATH"),
         "folder": str(submission),
         "run": str(folder.path),
         "python": target.python,
-        "parameters": build_parameters(folder, plan, target, partition, starts_again=starts_again),
+        "parameters": parameters,
     }
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "shardscope.runs.backends.submission_process"],
-        check=False,
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=SUBMIT_SECONDS,
-        env=with_toolkit,
-    )
+    done = _run_submission(json.dumps(request), with_toolkit, str(parameters["job_name"]))
     lines = done.stdout.split()
     if done.returncode or not lines or not lines[-1].isdecimal():
         message = _find_message(done.stderr)
@@ -180,11 +190,66 @@ def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *
     job_id = lines[-1]
     try:
         write_json(folder.job, {"scheduler": "slurm", "job_id": job_id, "partition": partition.name})
-    except OSError:
+    except OSError as error:
         # Without the id the job could be neither watched nor stopped.
-        run_command("scancel", job_id)
+        try:
+            cancel(job_id)
+        except SlurmError as problem:
+            error.add_note(f"Job {job_id} could not be cancelled: {problem}")
         raise
     return job_id
+
+
+def _check_path(path: Path) -> None:
+    """Check that Slurm finds the run folder ``path``, which is part of the paths of the job's logs.
+
+    submitit passes them to sbatch as patterns. It uses the same path for its own files, so a percent sign
+    cannot be escaped by a second one.
+    """
+    for field, value in (("launch.name", path.name), ("launch.folder", str(path.parent))):
+        match = PATTERN.search(value)
+        if match is not None:
+            allowed = f"no {match[0]!r} on Slurm, which replaces it in the paths of logs"
+            refuse(field, value, allowed, Value(value.replace("%", "_")))
+
+
+def _run_submission(
+    request: str, environment: Mapping[str, str], job_name: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``submission_process.py``. Raises ``SlurmError`` if it takes too long, and then cancels the job."""
+    command = [sys.executable, "-P", "-m", "shardscope.runs.backends.submission_process"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(request, timeout=SUBMIT_SECONDS)
+        except BaseException as error:
+            # With its child sbatch, which would still submit the job.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            problem = _cancel_by_name(job_name)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            message = f"sbatch did not answer within {SUBMIT_SECONDS:.0f} s"
+            raise SlurmError(f"{message}. {problem}" if problem else message) from error
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _cancel_by_name(job_name: str) -> str:
+    """Cancel a job whose id is not known, if Slurm has it. Return why that failed, empty if it did not."""
+    try:
+        run_command("scancel", f"--name={job_name}")
+    except SlurmError as error:
+        return f"If Slurm has the job nevertheless, cancel it: scancel --name={job_name}. {error}"
+    return ""
 
 
 def build_parameters(
@@ -197,8 +262,10 @@ def build_parameters(
     cluster = plan.cluster
     minutes = partition.default_minutes if target.time is None else parse_minutes(target.time)
     # sbatch(1): a limit of 0 requests no limit.
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.path.name)
     parameters: dict[str, object] = {
-        "job_name": "shardscope-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.path.name),
+        # Unique: a job whose id is not known yet is cancelled by its name.
+        "job_name": f"shardscope-{name}-{secrets.token_hex(4)}",
         "partition": partition.name,
         "time": minutes,
         "nodes": cluster.num_nodes,
