@@ -5,7 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -13,6 +19,8 @@ from shardscope.records.folder import RunFolder
 from shardscope.runs.backends import folder_stream
 from shardscope.runs.backends.folder_stream import Chunk, FolderCopy, FolderSource, advance
 from shardscope.runs.backends.ray import puller as ray_puller
+from shardscope.runs.backends.ray import stream as ray_stream
+from shardscope.runs.backends.ray.coordinator import Coordinator
 from shardscope.runs.backends.ray.stream import FROM_KERNEL, NodeStream, StreamHub, create_copy, delete_copy
 
 
@@ -192,3 +200,65 @@ def test_attach_starts_no_process_for_a_shared_folder(
     monkeypatch.setattr(ray_puller, "start_puller", fail)
     (tmp_path / "job.json").write_text('{"scheduler": "ray", "folder": "shared"}')
     ray_puller.continue_stream(RunFolder(tmp_path))
+
+
+def test_a_cluster_that_no_puller_asks_stops_and_releases_its_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub = StreamHub(create_copy("run", str(tmp_path)))
+    hub.stop_if_abandoned()
+    assert not hub.is_released
+    now = time.monotonic() + ray_stream.FIRST_PULL_SECONDS + 1
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    hub.stop_if_abandoned()
+    assert hub.is_released and '"stop"' in (hub.path / "control.jsonl").read_text()
+    hub.pull({}, None)  # It comes after all: it shall get everything.
+    assert not hub.is_released
+
+
+def call_directly(method: Callable[..., object]) -> SimpleNamespace:
+    """Return a method as Ray's actors have it; ``get`` of :func:`stand_in_for_ray` calls it."""
+    return SimpleNamespace(remote=lambda *arguments: partial(method, *arguments))
+
+
+def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., object]) -> None:
+    """Replace Ray by a module in which the methods of an actor are called in this process."""
+    ray = ModuleType("ray")
+    vars(ray).update(get=lambda call, timeout: call(), **functions)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+
+def test_a_deleted_run_folder_stops_the_run_and_deletes_its_copies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    coordinator = Coordinator("/run", 1, {}, is_shared=False, node_folder=str(tmp_path / "scratch"))
+    actor = SimpleNamespace(pull=call_directly(coordinator.pull), leave=call_directly(coordinator.leave))
+    stand_in_for_ray(monkeypatch, init=lambda **_: None, get_actor=lambda name: actor)
+    folder = RunFolder(tmp_path / "run")  # Deleted already.
+    assert not coordinator._is_stopped()
+    assert ray_puller.pull(folder, "auto", "shardscope-run") == 0
+    assert coordinator._is_stopped()
+    assert coordinator._hub is not None
+    began = time.monotonic()
+    coordinator._wait_for_puller(coordinator._hub)
+    assert time.monotonic() - began < 1
+    assert list((tmp_path / "scratch").iterdir()) == [] and not folder.path.exists()
+
+
+def test_a_folder_that_is_deleted_during_a_write_still_stops_its_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.job.write_text('{"address": "auto", "job_id": "shardscope-run"}')
+    connections: list[tuple[bool, list[str]]] = []
+
+    def connect(command: list[str], **_: object) -> SimpleNamespace:
+        connections.append((folder.path.exists(), command[-2:]))
+        shutil.rmtree(folder.path, ignore_errors=True)
+        return SimpleNamespace(returncode=2 - len(connections))
+
+    monkeypatch.setattr(ray_puller, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(ray_puller.subprocess, "run", connect)
+    ray_puller.keep_pulling(folder)
+    assert connections == [(True, ["auto", "shardscope-run"]), (False, ["auto", "shardscope-run"])]

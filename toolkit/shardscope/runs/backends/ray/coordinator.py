@@ -106,9 +106,9 @@ class Coordinator:
         return (*self._hub.pull(received, commands), is_ended)
 
     def leave(self) -> None:
-        """Note that the folder beside the notebook has everything."""
+        """Note that the folder beside the notebook has everything, or is deleted."""
         assert self._hub is not None
-        self._hub.is_received = True
+        self._hub.is_released = True
 
     def start(self) -> None:
         """Begin. Raises ``FileNotFoundError`` if the run folder is not visible on this node."""
@@ -383,13 +383,12 @@ class Coordinator:
         self._group = None
 
     def _wait_for_puller(self, hub: StreamHub) -> None:
-        """Keep the copy until the folder beside the notebook has everything, at most a day."""
+        """Keep the copy until the notebook's folder has everything, at most a day; then delete it."""
         self._is_ended = True
         deadline = time.monotonic() + KEEP_SECONDS
-        while not hub.is_received and time.monotonic() < deadline and not self._is_head_lost():
+        while not hub.is_released and time.monotonic() < deadline and not self._is_head_lost():
             time.sleep(POLL_SECONDS)
-        if hub.is_received:
-            delete_copy(hub.path)
+        delete_copy(hub.path)
 
 
 def describe_resources(resources: Mapping[str, float]) -> str:

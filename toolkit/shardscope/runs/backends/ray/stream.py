@@ -155,8 +155,8 @@ class StreamHub:
         self._began = time.monotonic()
         self._is_pulled = False
         """Whether a puller has ever asked."""
-        self.is_received = False
-        """Whether the puller has said that it has everything."""
+        self.is_released = False
+        """Whether nobody needs this copy after the run: the puller has everything, or there is none."""
 
     # For the puller and the launch.
 
@@ -166,7 +166,7 @@ class StreamHub:
 
     def pull(self, received: Mapping[str, State], commands: Chunk | None) -> tuple[list[Chunk], int]:
         """Write the puller's commands; return what it lacks, and the size of the commands here."""
-        self._is_pulled = True
+        self._is_pulled, self.is_released = True, False
         # Those of a puller that was killed may arrive after they were sent again.
         if commands is not None and commands.offset == self._count_command_bytes():
             self._copy.write([commands])
@@ -176,7 +176,7 @@ class StreamHub:
     def stop_if_abandoned(self) -> None:
         """Request a stop if no puller has ever come: the launch has failed. Raises ``OSError``."""
         if not self._is_pulled and time.monotonic() - self._began > FIRST_PULL_SECONDS:
-            self._is_pulled = True
+            self._is_pulled = self.is_released = True
             append_line(RunFolder(self.path).control, {"command": "stop", "time": time.time()})
 
     def _count_command_bytes(self) -> int:
