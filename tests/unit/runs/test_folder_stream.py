@@ -221,11 +221,17 @@ def call_directly(method: Callable[..., object]) -> SimpleNamespace:
     return SimpleNamespace(remote=lambda *arguments: partial(method, *arguments))
 
 
+class ActorError(Exception):
+    """In place of Ray's error for an actor that has ended."""
+
+
 def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., object]) -> None:
     """Replace Ray by a module in which the methods of an actor are called in this process."""
-    ray = ModuleType("ray")
-    vars(ray).update(get=lambda call, timeout: call(), **functions)
+    ray, exceptions = ModuleType("ray"), ModuleType("ray.exceptions")
+    vars(ray).update({"get": lambda call, timeout: call(), **functions})
+    vars(exceptions).update(RayActorError=ActorError)
     monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
 
 
 def test_a_deleted_run_folder_stops_the_run_and_deletes_its_copies(
@@ -262,3 +268,40 @@ def test_a_folder_that_is_deleted_during_a_write_still_stops_its_run(
     monkeypatch.setattr(ray_puller.subprocess, "run", connect)
     ray_puller.keep_pulling(folder)
     assert connections == [(True, ["auto", "shardscope-run"]), (False, ["auto", "shardscope-run"])]
+
+
+@pytest.mark.parametrize("error", [TimeoutError("busy"), OSError(errno.ENOSPC, "full"), ActorError("gone")])
+def test_only_the_end_of_an_actor_ends_the_last_exchanges(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    errors: list[Exception] = []
+
+    def get(call: Callable[[], object], timeout: float) -> object:
+        if errors:
+            raise errors[0] if isinstance(error, ActorError) else errors.pop()
+        return call()
+
+    stand_in_for_ray(monkeypatch, get=get)
+    monkeypatch.setattr(ray_stream, "PAUSE_SECONDS", 0.05)
+    hub = StreamHub(create_copy("run", str(tmp_path / "hub")))
+    node = NodeStream(0, "run", str(tmp_path / "node"))
+    actor = SimpleNamespace(
+        prepare=call_directly(lambda *_: str(node.path)),
+        begin=call_directly(node.begin),
+        exchange=call_directly(node.exchange),
+        close=SimpleNamespace(remote=node.close),
+    )
+    hub.begin(0, actor, "run", str(tmp_path / "node"))  # type: ignore[arg-type]
+    errors += [error] * 5
+    trace = random.Random(0).randbytes(9 * 2**20)
+    (node.path / "traces" / "rank-0.json.gz").write_bytes(trace)
+    (node.path / "status.jsonl").write_text('{"status": "finished"}\n')
+    began = time.monotonic()
+    hub.drain(0)
+    assert time.monotonic() - began < 5
+    received = read_all(hub.path)
+    if isinstance(error, ActorError):
+        assert "status.jsonl" not in received and node.path.exists()
+    else:
+        assert received["traces/rank-0.json.gz"] == trace and "status.jsonl" in received
+        assert not node.path.exists()

@@ -282,8 +282,7 @@ class Coordinator:
                     continue
                 code, output = ray.get(reference)
                 if code is not None:
-                    if self._hub is not None:
-                        self._hub.drain(node)
+                    self._drain(node)
                     self._nodes.pop(node, None)
                     if code:
                         self._give_up(node, f"its process ended with exit code {code}: {output}")
@@ -303,12 +302,21 @@ class Coordinator:
     def _give_up(self, node: int, reason: str) -> None:
         """Record that a node is lost: the supervisors of the others read it."""
         self._nodes.pop(node, None)
-        if self._hub is not None:
-            self._hub.drain(node)
+        self._drain(node)
         self._lost = self._lost or f"node {node}: {reason}"
         with contextlib.suppress(OSError):
             write_json(lost_node_file(self._folder, node), {"time": time.time(), "reason": reason})
         self._write("running", self._lost)
+
+    def _drain(self, node: int) -> None:
+        """Take all that a node has written; a shared folder has it already."""
+        if self._hub is None:
+            return
+        drain = threading.Thread(target=self._hub.drain, args=(node,), daemon=True)
+        drain.start()
+        while drain.is_alive():  # It may take minutes.
+            self._touch()
+            drain.join(POLL_SECONDS)
 
     def _is_stopped(self) -> bool:
         for command in self._control.read():

@@ -224,12 +224,22 @@ class StreamHub:
 
     def drain(self, node: int) -> None:
         """Take all that a node has written, after its processes have ended; then let it delete its copy."""
+        from ray.exceptions import RayActorError
+
+        if node not in self._nodes:
+            return
         deadline = time.monotonic() + DRAIN_SECONDS
-        with contextlib.suppress(Exception):  # An actor that is gone: what it has sent before is here.
-            while self._exchange(node) >= 0 and time.monotonic() < deadline:
-                pass
-            self._nodes[node].close.remote()
-        self._nodes.pop(node, None)
+        is_gone = is_complete = False
+        while not (is_gone or is_complete) and time.monotonic() < deadline:
+            try:
+                is_complete = self._exchange(node) < 0
+            except RayActorError:  # The actor is gone: what it has sent before is here.
+                is_gone = True
+            except Exception:  # A busy node or a full disk, say: the next exchange takes the same bytes.
+                time.sleep(PAUSE_SECONDS)
+        actor = self._nodes.pop(node)
+        if not is_gone:
+            actor.close.remote()
 
     def _keep_exchanging(self, node: int) -> None:
         while node in self._nodes:
