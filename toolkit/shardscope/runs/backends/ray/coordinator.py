@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from shardscope.records.attempts import has_ended
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import LineTail, read_json, read_lines, write_json
+from shardscope.records.redaction import redact
+from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.folder_stream import Chunk
 from shardscope.runs.backends.folder_stream import State as FileState
 from shardscope.runs.backends.next_attempt import begin_attempt, conclude_without_lead
@@ -126,9 +128,13 @@ class Coordinator:
             self._coordinate()
         except BaseException as error:
             self._write("ended", f"its Ray coordinator failed: {describe_error(error)}", "failed")
-            with contextlib.suppress(OSError):
-                state_file(self._folder).with_name("coordinator.log").write_text(traceback.format_exc())
-        self._give_back()
+            # The text of an exception may have any characters, surrogates included.
+            text = redact(traceback.format_exc()).encode(errors="backslashreplace")
+            log = state_file(self._folder).with_name("coordinator.log")
+            with contextlib.suppress(OSError), open_to_append(log) as file:
+                file.write(text)
+        finally:
+            self._give_back()
 
     def _coordinate(self) -> None:
         while self._run_attempt():
