@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -15,7 +16,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from shardscope.records.folder import RunFolder
+from shardscope.machine.processes import read_start_time
+from shardscope.records.folder import NodeFolder, RunFolder
+from shardscope.records.redaction import LogCleaner
 from shardscope.runs.backends import folder_stream
 from shardscope.runs.backends.folder_stream import Chunk, FolderCopy, FolderSource, advance
 from shardscope.runs.backends.ray import puller as ray_puller
@@ -163,6 +166,49 @@ def test_weights_and_large_files_stay_and_the_node_records_them(
     assert '"steps": {"checkpoints/step-000010": 10}' in kept and '"large.bin": 101' in kept
     stream.close()
     assert checkpoint.exists()  # Deleted only if nothing stays.
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_no_secret_is_sent_before_it_is_masked(node: int, tmp_path: Path) -> None:
+    stream, copy = NodeStream(node, "run", str(tmp_path / "node")), FolderCopy(tmp_path / "notebook")
+    part = NodeFolder(stream.path, node)
+    part.create_own()
+    secret, late = "a-secret-of-the-task", "hf_" + "aB3" * 12
+    log, name = part.log(node), f"logs/rank-{node}.log"
+    cleaner = LogCleaner(log, lambda: [secret])  # The supervisor's, with what a rank has set.
+    me = {"pid": os.getpid(), "started": read_start_time(os.getpid())}
+    part.supervisor.write_text(json.dumps(me))
+
+    def exchange() -> dict[str, bytes]:
+        while chunks := stream.exchange(copy.list_received(), [])[0]:
+            copy.write(chunks)
+        received = read_all(tmp_path / "notebook")
+        assert not any(secret.encode() in data or late.encode() in data for data in received.values())
+        return received
+
+    (tmp_path / "notebook").mkdir()
+    with log.open("ab", buffering=0) as writer:
+        writer.write(f"step 1 {secret}\n".encode())
+        assert exchange()[name] == b""
+        cleaner.clean()
+        cleaner.clean()
+        first = f"step 1 {'*' * len(secret)}\n".encode()
+        assert exchange()[name] == first
+        writer.write(b"step 2\n")
+        exchange()
+        cleaner.clean()  # One check later, a user who follows the log has the line.
+        assert exchange()[name] == first + b"step 2\n"
+        # The ranks end, and the end of the log is not masked yet.
+        writer.write(f"step 3 {late}".encode())
+        for end in (part.ended, part.status):
+            end.write_text('{"status": "finished"}\n')
+        announced = "status.jsonl" if node == 0 else "nodes/1/ended.json"
+        assert announced not in exchange()
+        # The supervisor is killed: nobody else masks what is left.
+        part.supervisor.write_text(json.dumps({**me, "started": 1.0}))
+        received = exchange()
+        assert received[name] == first + f"step 2\nstep 3 {'*' * len(late)}".encode()
+        assert announced in received
 
 
 def test_commands_reach_the_cluster_once(tmp_path: Path) -> None:
