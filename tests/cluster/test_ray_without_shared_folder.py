@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,3 +218,18 @@ def test_fault_61_a_launch_that_raises_after_ray_has_begun_the_run(
 ) -> None:
     check_failed_launch(target, notebook, cluster, monkeypatch)
     assert not list(scratch.rglob("run.json")), "no copy of the run folder is left"
+
+
+@thorough()
+def test_a_deleted_folder_stops_the_run_and_leaves_nothing(
+    target: ss.Ray, cluster: TwoNodeRay, notebook: Path, scratch: Path
+) -> None:
+    run = ss.launch(make_plan("2x1xcpu"), log_much, folder=notebook, name="deleted", on=target)
+    wait_until_running(run)
+    shutil.rmtree(run.folder, ignore_errors=True)  # The puller may be writing.
+    shutil.rmtree(run.folder, ignore_errors=True)
+    wait_for(lambda: not find_pullers(run), 60)
+    assert cluster.wait_until_empty() == []  # The coordinator's actor is gone, too.
+    assert not run.folder.exists()
+    for number in (0, 1):
+        assert not list(cluster.look_into(number, scratch).glob("*/deleted"))

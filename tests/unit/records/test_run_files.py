@@ -32,7 +32,7 @@ from shardscope.records.json_files import (
     write_json,
 )
 from shardscope.records.metrics_table import compute_curve, write_csv_in_pieces
-from shardscope.records.redaction import LogCleaner, redact
+from shardscope.records.redaction import LogCleaner, read_masked_size, redact
 from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.run import Run
@@ -132,6 +132,34 @@ def test_secret_written_in_pieces_is_masked_to_its_end(
     whole = log.read_text()
     expected = f"{'*' * 23}\nBearer {'*' * 12000}\n{'*' * len(HF)}\n{'*' * 10} ends here\n"
     assert whole == expected
+
+
+def test_a_log_may_be_read_up_to_what_may_become_a_secret(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    cleaner = LogCleaner(log)
+    key = f"-----BEGIN PRIVATE KEY-----\n{'MIIB' * 16}\n{'x' * 40}\n-----END PRIVATE KEY-----\n"
+
+    def write(text: str) -> str:
+        """Return what may be read after the next check."""
+        with log.open("a") as writer:
+            writer.write(text)
+        cleaner.clean()
+        return log.read_bytes()[: read_masked_size(log)].decode()
+
+    assert write("one\n") == ""  # The first question: the cleaner did not know of it.
+    assert write("") == "one\n"
+    assert write("a bar\rof progress") == "one\na bar\r"
+    assert write("") == "one\na bar\rof progress"
+    assert write(f"\n{HF[:10]}") == "one\na bar\rof progress\n"
+    assert write(f"{HF[10:]}\n") == f"one\na bar\rof progress\n{'*' * len(HF)}\n"
+    before = log.read_bytes().decode()
+    assert write(key[:80]) == write(key[80:120]) == before
+    after = write(key[120:])
+    assert after.encode() == log.read_bytes() and "MIIB" not in after
+    with log.open("a") as writer:
+        writer.write(f"end {HF}")
+    list(cleaner.finish())
+    assert log.read_bytes()[: read_masked_size(log)].decode() == f"{after}end {'*' * len(HF)}"
 
 
 def test_secret_split_across_two_writes_is_masked(tmp_path: Path) -> None:

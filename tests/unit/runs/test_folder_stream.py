@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from shardscope.records.folder import RunFolder
+from shardscope.machine.processes import read_start_time
+from shardscope.records.folder import NodeFolder, RunFolder
+from shardscope.records.redaction import LogCleaner
 from shardscope.runs.backends import folder_stream
 from shardscope.runs.backends.folder_stream import Chunk, FolderCopy, FolderSource, advance
 from shardscope.runs.backends.ray import puller as ray_puller
+from shardscope.runs.backends.ray import stream as ray_stream
+from shardscope.runs.backends.ray.coordinator import Coordinator
 from shardscope.runs.backends.ray.stream import FROM_KERNEL, NodeStream, StreamHub, create_copy, delete_copy
 
 
@@ -157,6 +168,49 @@ def test_weights_and_large_files_stay_and_the_node_records_them(
     assert checkpoint.exists()  # Deleted only if nothing stays.
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_no_secret_is_sent_before_it_is_masked(node: int, tmp_path: Path) -> None:
+    stream, copy = NodeStream(node, "run", str(tmp_path / "node")), FolderCopy(tmp_path / "notebook")
+    part = NodeFolder(stream.path, node)
+    part.create_own()
+    secret, late = "a-secret-of-the-task", "hf_" + "aB3" * 12
+    log, name = part.log(node), f"logs/rank-{node}.log"
+    cleaner = LogCleaner(log, lambda: [secret])  # The supervisor's, with what a rank has set.
+    me = {"pid": os.getpid(), "started": read_start_time(os.getpid())}
+    part.supervisor.write_text(json.dumps(me))
+
+    def exchange() -> dict[str, bytes]:
+        while chunks := stream.exchange(copy.list_received(), [])[0]:
+            copy.write(chunks)
+        received = read_all(tmp_path / "notebook")
+        assert not any(secret.encode() in data or late.encode() in data for data in received.values())
+        return received
+
+    (tmp_path / "notebook").mkdir()
+    with log.open("ab", buffering=0) as writer:
+        writer.write(f"step 1 {secret}\n".encode())
+        assert exchange()[name] == b""
+        cleaner.clean()
+        cleaner.clean()
+        first = f"step 1 {'*' * len(secret)}\n".encode()
+        assert exchange()[name] == first
+        writer.write(b"step 2\n")
+        exchange()
+        cleaner.clean()  # One check later, a user who follows the log has the line.
+        assert exchange()[name] == first + b"step 2\n"
+        # The ranks end, and the end of the log is not masked yet.
+        writer.write(f"step 3 {late}".encode())
+        for end in (part.ended, part.status):
+            end.write_text('{"status": "finished"}\n')
+        announced = "status.jsonl" if node == 0 else "nodes/1/ended.json"
+        assert announced not in exchange()
+        # The supervisor is killed: nobody else masks what is left.
+        part.supervisor.write_text(json.dumps({**me, "started": 1.0}))
+        received = exchange()
+        assert received[name] == first + f"step 2\nstep 3 {'*' * len(late)}".encode()
+        assert announced in received
+
+
 def test_commands_reach_the_cluster_once(tmp_path: Path) -> None:
     hub = StreamHub(create_copy("run", str(tmp_path)))
     lines = b'{"command": "stop"}\n'
@@ -192,3 +246,108 @@ def test_attach_starts_no_process_for_a_shared_folder(
     monkeypatch.setattr(ray_puller, "start_puller", fail)
     (tmp_path / "job.json").write_text('{"scheduler": "ray", "folder": "shared"}')
     ray_puller.continue_stream(RunFolder(tmp_path))
+
+
+def test_a_cluster_that_no_puller_asks_stops_and_releases_its_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub = StreamHub(create_copy("run", str(tmp_path)))
+    hub.stop_if_abandoned()
+    assert not hub.is_released
+    now = time.monotonic() + ray_stream.FIRST_PULL_SECONDS + 1
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    hub.stop_if_abandoned()
+    assert hub.is_released and '"stop"' in (hub.path / "control.jsonl").read_text()
+    hub.pull({}, None)  # It comes after all: it shall get everything.
+    assert not hub.is_released
+
+
+def call_directly(method: Callable[..., object]) -> SimpleNamespace:
+    """Return a method as Ray's actors have it; ``get`` of :func:`stand_in_for_ray` calls it."""
+    return SimpleNamespace(remote=lambda *arguments: partial(method, *arguments))
+
+
+class ActorError(Exception):
+    """In place of Ray's error for an actor that has ended."""
+
+
+def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., object]) -> None:
+    """Replace Ray by a module in which the methods of an actor are called in this process."""
+    ray, exceptions = ModuleType("ray"), ModuleType("ray.exceptions")
+    vars(ray).update({"get": lambda call, timeout: call(), **functions})
+    vars(exceptions).update(RayActorError=ActorError)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+
+
+def test_a_deleted_run_folder_stops_the_run_and_deletes_its_copies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    coordinator = Coordinator("/run", 1, {}, is_shared=False, node_folder=str(tmp_path / "scratch"))
+    actor = SimpleNamespace(pull=call_directly(coordinator.pull), leave=call_directly(coordinator.leave))
+    stand_in_for_ray(monkeypatch, init=lambda **_: None, get_actor=lambda name: actor)
+    folder = RunFolder(tmp_path / "run")  # Deleted already.
+    assert not coordinator._is_stopped()
+    assert ray_puller.pull(folder, "auto", "shardscope-run") == 0
+    assert coordinator._is_stopped()
+    assert coordinator._hub is not None
+    began = time.monotonic()
+    coordinator._wait_for_puller(coordinator._hub)
+    assert time.monotonic() - began < 1
+    assert list((tmp_path / "scratch").iterdir()) == [] and not folder.path.exists()
+
+
+def test_a_folder_that_is_deleted_during_a_write_still_stops_its_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.job.write_text('{"address": "auto", "job_id": "shardscope-run"}')
+    connections: list[tuple[bool, list[str]]] = []
+
+    def connect(command: list[str], **_: object) -> SimpleNamespace:
+        connections.append((folder.path.exists(), command[-2:]))
+        shutil.rmtree(folder.path, ignore_errors=True)
+        return SimpleNamespace(returncode=2 - len(connections))
+
+    monkeypatch.setattr(ray_puller, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(ray_puller.subprocess, "run", connect)
+    ray_puller.keep_pulling(folder)
+    assert connections == [(True, ["auto", "shardscope-run"]), (False, ["auto", "shardscope-run"])]
+
+
+@pytest.mark.parametrize("error", [TimeoutError("busy"), OSError(errno.ENOSPC, "full"), ActorError("gone")])
+def test_only_the_end_of_an_actor_ends_the_last_exchanges(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    errors: list[Exception] = []
+
+    def get(call: Callable[[], object], timeout: float) -> object:
+        if errors:
+            raise errors[0] if isinstance(error, ActorError) else errors.pop()
+        return call()
+
+    stand_in_for_ray(monkeypatch, get=get)
+    monkeypatch.setattr(ray_stream, "PAUSE_SECONDS", 0.05)
+    hub = StreamHub(create_copy("run", str(tmp_path / "hub")))
+    node = NodeStream(0, "run", str(tmp_path / "node"))
+    actor = SimpleNamespace(
+        prepare=call_directly(lambda *_: str(node.path)),
+        begin=call_directly(node.begin),
+        exchange=call_directly(node.exchange),
+        close=SimpleNamespace(remote=node.close),
+    )
+    hub.begin(0, actor, "run", str(tmp_path / "node"))  # type: ignore[arg-type]
+    errors += [error] * 5
+    trace = random.Random(0).randbytes(9 * 2**20)
+    (node.path / "traces" / "rank-0.json.gz").write_bytes(trace)
+    (node.path / "status.jsonl").write_text('{"status": "finished"}\n')
+    began = time.monotonic()
+    hub.drain(0)
+    assert time.monotonic() - began < 5
+    received = read_all(hub.path)
+    if isinstance(error, ActorError):
+        assert "status.jsonl" not in received and node.path.exists()
+    else:
+        assert received["traces/rank-0.json.gz"] == trace and "status.jsonl" in received
+        assert not node.path.exists()

@@ -23,6 +23,7 @@ from shardscope.runs.backends import kernel_watch, node_process
 from shardscope.runs.backends.next_attempt import begin_attempt, conclude_without_lead
 from shardscope.runs.backends.nodes import Node, NodePool
 from shardscope.runs.backends.peers import Peers
+from shardscope.runs.backends.ray import coordinator as ray_coordinator
 from shardscope.runs.backends.ray import submission as ray_submission
 from shardscope.runs.backends.ray import watch as ray_watch
 from shardscope.runs.backends.ray.coordinator import Coordinator
@@ -369,3 +370,27 @@ def test_a_waiting_run_without_a_folder_is_stopped(tmp_path: Path) -> None:
     assert not coordinator._is_stopped()
     folder.path.rename(tmp_path / "elsewhere")
     assert coordinator._is_stopped() and coordinator._stop == "the run folder is gone"
+
+
+def test_a_coordinator_that_fails_masks_its_log_and_gives_its_nodes_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path)
+    coordinator = Coordinator(str(folder.path), 2, {"CPU": 1.0})
+    token = "hf_" + "aB3" * 12
+    was_given_back: list[bool] = []
+
+    def fail() -> None:
+        raise RuntimeError(f"{token} \udcff é")
+
+    monkeypatch.setattr(coordinator, "_coordinate", fail)
+    monkeypatch.setattr(coordinator, "_give_back", lambda: was_given_back.append(True))
+    coordinator._run()
+    log = (folder.path / "ray" / "coordinator.log").read_bytes()
+    assert b"RuntimeError: " + b"*" * len(token) + " \\udcff é".encode() in log
+    assert was_given_back and "coordinator failed" in state_file(folder).read_text()
+    # Whatever happens to the records of the failure.
+    monkeypatch.setattr(ray_coordinator, "redact", lambda text: fail())
+    with pytest.raises(RuntimeError):
+        coordinator._run()
+    assert len(was_given_back) == 2

@@ -6,6 +6,7 @@ between that could lose or delay it; the supervisor masks secrets there in place
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -13,7 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import AnyStr
 
-from shardscope.records.regular_files import open_to_change, size_of
+from shardscope.records.regular_files import (
+    open_descriptor,
+    open_new,
+    open_to_change,
+    open_to_read,
+    size_of,
+)
 from shardscope.records.secret_forms import KNOWN_FORMS, is_path, is_secret_name
 
 MASK = "*"
@@ -115,15 +122,23 @@ class LogCleaner:
 
     A secret at the end of the file is masked at once, but the rest of it may be written later. So the last
     bytes are kept in memory as they were written, and the rest is recognized and masked too.
+
+    For a reader in another process that must not see secrets before they are masked, a small file beside the
+    log has the number of bytes that it may read (:func:`read_masked_size`).
     """
 
-    def __init__(self, path: Path, secrets: Callable[[], list[str]] = known_secrets) -> None:
-        """Create a cleaner. ``secrets`` is called after the size is read, so it covers all data up to it."""
+    def __init__(self, path: Path, secrets: Callable[[], list[str]] = known_secrets, offset: int = 0) -> None:
+        """Create a cleaner that begins at ``offset``.
+
+        ``secrets`` is called after the size is read, so it covers all data up to it.
+        """
         self.path = path
-        self.offset = 0
+        self.offset = offset
         self._secrets = secrets
         self._seen = b""
         """The bytes before ``offset``, unmasked; in memory only."""
+        self._recorded = 0
+        """The number of bytes that readers may read, as it was last recorded."""
 
     def clean(self, max_bytes: int | None = None) -> int:
         """Mask secrets in new data, at most ``max_bytes`` of it. Return the number of masked secrets.
@@ -133,6 +148,7 @@ class LogCleaner:
         size = size_of(self.path)
         end = size if max_bytes is None else min(size, self.offset + max_bytes)
         if end <= self.offset:
+            self._record(self.offset)  # Nothing has followed since the last call.
             return 0
         # After the size: secrets that were learned until now cover all data up to ``end``.
         values = self._secrets()
@@ -161,6 +177,7 @@ class LogCleaner:
                         keep = max(keep, len(data) - match.start() + MARGIN_BYTES)
                 self.offset += len(new)
                 self._seen = data[-min(keep, max(overlap, MAX_SECRET_BYTES)) :]
+        self._record(self.offset - len(self._seen) + _find_end_of_lines(self._seen))
         return num_found
 
     def num_left(self) -> int:
@@ -171,4 +188,46 @@ class LogCleaner:
         """Mask the rest after the last write; yield the number masked in each piece. Raises ``OSError``."""
         while size_of(self.path) > self.offset + PIECE_BYTES:
             yield self.clean(PIECE_BYTES)
-        yield self.clean()
+        num_found = self.clean()
+        self._record(self.offset)
+        yield num_found
+
+    def _record(self, size: int) -> None:
+        """Record how many bytes may be read, if there is a reader that needs to know it."""
+        if size <= self._recorded:
+            return
+        with contextlib.suppress(OSError):
+            descriptor = open_descriptor(_record_of(self.path), os.O_WRONLY)
+            try:
+                os.pwrite(descriptor, size.to_bytes(8, "little"), 0)
+            finally:
+                os.close(descriptor)
+            self._recorded = size
+
+
+def read_masked_size(log: Path) -> int:
+    """Return how many bytes of a log may be read: those whose secrets are masked.
+
+    An unfinished line at its end is included once nothing has followed it for a check: its rest may complete
+    a secret. The first call creates the file in which the log's cleaner records the number, so it returns 0.
+    """
+    record = _record_of(log)
+    with contextlib.suppress(OSError):
+        try:
+            with open_to_read(record) as file:
+                return int.from_bytes(file.read(8), "little")
+        except FileNotFoundError:
+            with open_new(record) as file:
+                file.write(bytes(8))  # A disk that fills up later has room for the number.
+    return 0
+
+
+def _record_of(log: Path) -> Path:
+    return log.with_name(f".{log.name}.masked")
+
+
+def _find_end_of_lines(data: bytes) -> int:
+    """Return the number of bytes that no later ones can make a secret: whole lines, and no part of a key."""
+    end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+    key = data.rfind(b"-----BEGIN ", 0, end)
+    return end if key < 0 or b"-----END" in data[key:end] else key

@@ -74,10 +74,18 @@ def advance(states: dict[str, State], chunks: Iterable[Chunk]) -> None:
 
 
 class FolderSource:
-    """Reader of what another copy of a folder lacks; ``selects(name)`` chooses the files."""
+    """Reader of what another copy of a folder lacks; ``selects(name)`` chooses the files.
 
-    def __init__(self, root: Path, selects: Callable[[str], bool]) -> None:
-        self._root, self._selects = root, selects
+    ``limit(name, size)`` returns how many bytes may be read of a file that grows, at most ``size``.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        selects: Callable[[str], bool],
+        limit: Callable[[str, int], int] = lambda name, size: size,
+    ) -> None:
+        self._root, self._selects, self._limit = root, selects, limit
 
     def read(self, received: Mapping[str, State], max_bytes: int = MAX_BYTES) -> list[Chunk]:
         """Return the next chunks for a copy that has ``received``; none if it is complete."""
@@ -100,9 +108,13 @@ class FolderSource:
 
     def _read_file(self, name: str, size: int, changed: int, state: State | None) -> Iterator[Chunk]:
         if grows(name):
-            if state is not None and state[0] == size:
+            whole, size = size, self._limit(name, size)
+            if state is None:
+                offset = 0
+            elif size <= state[0] <= whole:
                 return
-            offset = state[0] if state is not None and state[0] < size else 0
+            else:
+                offset = state[0] if state[0] < size else 0
         else:
             if state == (size, changed):
                 return

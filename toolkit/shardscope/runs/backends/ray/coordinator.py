@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from shardscope.records.attempts import has_ended
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import LineTail, append_line, read_json, read_lines, write_json
+from shardscope.records.redaction import redact
+from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.folder_stream import Chunk
 from shardscope.runs.backends.folder_stream import State as FileState
 from shardscope.runs.backends.next_attempt import begin_attempt, conclude_without_lead
@@ -106,15 +108,15 @@ class Coordinator:
         return (*self._hub.pull(received, commands), is_ended)
 
     def leave(self) -> None:
-        """Note that the folder beside the notebook has everything."""
+        """Note that the folder beside the notebook has everything, or is deleted."""
         assert self._hub is not None
-        self._hub.is_received = True
+        self._hub.is_released = True
 
     def cancel(self) -> None:
         """End the nodes and this actor: the launch has failed, and its run folder is deleted."""
         append_line(self._folder.control, {"command": "stop", "time": time.time()})
         if self._hub is not None:
-            self._hub.is_received = True
+            self._hub.is_released = True
 
     def start(self) -> None:
         """Begin. Raises ``FileNotFoundError`` if the run folder is not visible on this node."""
@@ -132,9 +134,13 @@ class Coordinator:
             self._coordinate()
         except BaseException as error:
             self._write("ended", f"its Ray coordinator failed: {describe_error(error)}", "failed")
-            with contextlib.suppress(OSError):
-                state_file(self._folder).with_name("coordinator.log").write_text(traceback.format_exc())
-        self._give_back()
+            # The text of an exception may have any characters, surrogates included.
+            text = redact(traceback.format_exc()).encode(errors="backslashreplace")
+            log = state_file(self._folder).with_name("coordinator.log")
+            with contextlib.suppress(OSError), open_to_append(log) as file:
+                file.write(text)
+        finally:
+            self._give_back()
 
     def _coordinate(self) -> None:
         while self._run_attempt():
@@ -288,8 +294,7 @@ class Coordinator:
                     continue
                 code, output = ray.get(reference)
                 if code is not None:
-                    if self._hub is not None:
-                        self._hub.drain(node)
+                    self._drain(node)
                     self._nodes.pop(node, None)
                     if code:
                         self._give_up(node, f"its process ended with exit code {code}: {output}")
@@ -309,12 +314,21 @@ class Coordinator:
     def _give_up(self, node: int, reason: str) -> None:
         """Record that a node is lost: the supervisors of the others read it."""
         self._nodes.pop(node, None)
-        if self._hub is not None:
-            self._hub.drain(node)
+        self._drain(node)
         self._lost = self._lost or f"node {node}: {reason}"
         with contextlib.suppress(OSError):
             write_json(lost_node_file(self._folder, node), {"time": time.time(), "reason": reason})
         self._write("running", self._lost)
+
+    def _drain(self, node: int) -> None:
+        """Take all that a node has written; a shared folder has it already."""
+        if self._hub is None:
+            return
+        drain = threading.Thread(target=self._hub.drain, args=(node,), daemon=True)
+        drain.start()
+        while drain.is_alive():  # It may take minutes.
+            self._touch()
+            drain.join(POLL_SECONDS)
 
     def _is_stopped(self) -> bool:
         for command in self._control.read():
@@ -389,13 +403,12 @@ class Coordinator:
         self._group = None
 
     def _wait_for_puller(self, hub: StreamHub) -> None:
-        """Keep the copy until the folder beside the notebook has everything, at most a day."""
+        """Keep the copy until the notebook's folder has everything, at most a day; then delete it."""
         self._is_ended = True
         deadline = time.monotonic() + KEEP_SECONDS
-        while not hub.is_received and time.monotonic() < deadline and not self._is_head_lost():
+        while not hub.is_released and time.monotonic() < deadline and not self._is_head_lost():
             time.sleep(POLL_SECONDS)
-        if hub.is_received:
-            delete_copy(hub.path)
+        delete_copy(hub.path)
 
 
 def describe_resources(resources: Mapping[str, float]) -> str:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardscope.machine.processes import die_with_parent
@@ -71,13 +72,22 @@ def keep_pulling(folder: RunFolder) -> None:
         if received_file(folder).exists():
             return
         write_json(puller_file(folder), {"pid": os.getpid(), "time": time.time()})
+        # Kept here, for the case that the folder is deleted.
+        job = read_json(folder.job) or {}
         known = answered = time.monotonic()
         beat = puller_file(folder).stat().st_mtime
         # In a process of its own: Ray ends a driver that has lost its cluster.
-        while (code := _connect(folder)) != 0 and folder.path.exists():
+        while (code := _connect(folder, job)) != 0:
             known = time.monotonic() if code != GONE_CODE else known
             now = time.monotonic()
-            before, beat = beat, puller_file(folder).stat().st_mtime
+            if not folder.path.exists():  # A run without its folder is still to be stopped.
+                if code == GONE_CODE or now - answered > GONE_SECONDS:
+                    return
+                time.sleep(RETRY_SECONDS)
+                continue
+            before = beat
+            with contextlib.suppress(FileNotFoundError):  # The folder is being deleted.
+                beat = puller_file(folder).stat().st_mtime
             answered = now if beat != before else answered
             if now - known > GONE_SECONDS or now - answered > UNREACHABLE_SECONDS:
                 reason = "the Ray cluster has lost its coordinator, and with it what was not yet received"
@@ -87,21 +97,24 @@ def keep_pulling(folder: RunFolder) -> None:
         folder.task.unlink(missing_ok=True)
 
 
-def _connect(folder: RunFolder) -> int:
+def _connect(folder: RunFolder, job: Mapping[str, object]) -> int:
     command = [sys.executable, "-P", "-m", PROGRAM, str(folder.path), str(os.getpid())]
+    command += [str(job.get("address")), str(job.get("job_id"))]
     return subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
 
 
-def pull(folder: RunFolder) -> int:
-    """Pull until the run has ended and everything is received. Return the exit code. Raises Ray's errors."""
+def pull(folder: RunFolder, address: str, job_id: str) -> int:
+    """Pull until the run has ended and everything is received. Return the exit code. Raises Ray's errors.
+
+    Once the folder is deleted, the run is stopped, and the coordinator need not keep its records.
+    """
     import ray
 
     from shardscope.runs.backends.ray.submission_process import NAMESPACE
 
-    job = read_json(folder.job) or {}
-    ray.init(address=str(job.get("address")), namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     try:
-        coordinator = ray.get_actor(str(job.get("job_id")))
+        coordinator = ray.get_actor(job_id)
     except ValueError:
         return GONE_CODE
     copy = FolderCopy(folder.path, lambda name: name not in FROM_KERNEL | OWN)
@@ -110,12 +123,17 @@ def pull(folder: RunFolder) -> int:
         received = copy.list_received()
         answer = coordinator.pull.remote(received, commands)
         chunks, control_size, is_ended = ray.get(answer, timeout=ANSWER_SECONDS)
-        if not folder.path.exists():  # A failed launch deletes it, or the user: nobody could stop the run.
+        try:
+            copy.write(chunks)
+            os.utime(puller_file(folder))
+        except FileNotFoundError:
+            if folder.path.exists():
+                raise
+            # A failed launch deletes it, or the user: nobody could stop the run.
             commands = Chunk("control.jsonl", control_size, STOP, 0, 0)
             ray.get(coordinator.pull.remote(received, commands), timeout=ANSWER_SECONDS)
+            ray.get(coordinator.leave.remote(), timeout=ANSWER_SECONDS)
             return 0
-        copy.write(chunks)
-        os.utime(puller_file(folder))
         commands = _read_commands(folder, control_size)
         if is_ended and not chunks:
             ray.get(coordinator.leave.remote(), timeout=ANSWER_SECONDS)
@@ -142,7 +160,7 @@ def main() -> None:
     folder = RunFolder(Path(sys.argv[1]))
     if len(sys.argv) > 2:
         die_with_parent(int(sys.argv[2]))
-        sys.exit(pull(folder))
+        sys.exit(pull(folder, *sys.argv[3:]))
     keep_pulling(folder)
 
 

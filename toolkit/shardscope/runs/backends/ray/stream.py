@@ -9,6 +9,7 @@ queues up.
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import socket
 import tempfile
@@ -18,8 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.records.folder import NODES, RAY, RunFolder
+from shardscope.machine.processes import is_alive
+from shardscope.records.folder import NODES, RAY, NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, read_json, write_json
+from shardscope.records.redaction import OVERLAP_BYTES, LogCleaner, read_masked_size
 from shardscope.records.regular_files import size_of
 from shardscope.runs.backends.folder_stream import (
     MAX_BYTES,
@@ -55,6 +58,9 @@ WANTED = ("nodes/", "ray/", "ranks/", "errors/")
 NOT_WANTED = ("traces/", "recordings/", "memory_snapshots/", "tensorboard/")
 """What node 0 does not need of the others; it writes the run's end from all the rest."""
 
+MASKED_LOGS = re.compile(r"logs/rank-\d+\.log|nodes/\d+/(supervisor|logs/launcher)\.log")
+"""Logs in which the supervisor masks secrets after they were written."""
+
 
 def create_copy(name: str, parent: str | None) -> Path:
     """Create an empty run folder, mode 0700, in ``parent`` (None: a temporary one). Raises ``OSError``."""
@@ -83,9 +89,10 @@ class NodeStream:
         self._foreign: set[str] = set()
         """Files that came from other nodes."""
         self._copy = FolderCopy(self.path)
-        self._source = FolderSource(
-            self.path, lambda file: file not in FROM_KERNEL and file not in self._foreign
-        )
+        self._source = FolderSource(self.path, self._is_sent, self._count_masked_bytes)
+        self._own = NodeFolder(self.path, node, attempt=1)  # A streamed run has no other.
+        self._is_behind = False
+        """Whether a rank's log has bytes that must not be sent yet."""
         self._kept: dict[str, object] = {}
 
     def begin(self, chunks: list[Chunk]) -> None:
@@ -109,12 +116,51 @@ class NodeStream:
                 except OSError:
                     refused[chunk.name] = chunk.offset
         self._record_kept()
+        self._is_behind = False
         return self._source.read(received), refused
 
     def close(self) -> None:
         """Delete the copy, unless it has files that stay on this node."""
         if not self._kept:
             delete_copy(self.path)
+
+    def _is_sent(self, name: str) -> bool:
+        """Return whether a file is sent; what says that the ranks have ended follows their logs."""
+        if name in FROM_KERNEL or name in self._foreign:
+            return False
+        # Node 0 waits for the ends of the others, and writes the run's. Its own end is not to wait: another
+        # node may end by it.
+        last = self._own.status if self._own.is_lead else self._own.ended
+        return not (self._is_behind and self.path / name == last and self._own.ended.exists())
+
+    def _count_masked_bytes(self, name: str, size: int) -> int:
+        """Return how many bytes of a file may be sent: of a log, those in which secrets are masked.
+
+        The supervisor masks them, and so does this process before it has begun and after it has ended.
+        """
+        if MASKED_LOGS.fullmatch(name) is None:
+            return size
+        log = self.path / name
+        masked = read_masked_size(log)
+        if masked < size and not self._is_supervised():
+            cleaner = LogCleaner(log, offset=max(0, masked - OVERLAP_BYTES))
+            try:
+                next(cleaner.finish())
+            except OSError:  # The run's end is not to wait for a log that cannot be masked.
+                return min(masked, size)
+            masked = max(masked, cleaner.offset)
+        # The supervisor's own log has lines after the end of the run.
+        self._is_behind |= masked < size and log != self._own.supervisor_log
+        return min(masked, size)
+
+    def _is_supervised(self) -> bool:
+        """Return whether the supervisor of this node's ranks runs."""
+        record = read_json(self._own.supervisor) or {}
+        pid, started = record.get("pid"), record.get("started")
+        try:
+            return isinstance(pid, int) and isinstance(started, int | float) and is_alive(pid, started)
+        except OSError:  # It cannot be read now.
+            return True
 
     def _record_kept(self) -> None:
         """Record which files stay on this node, and the steps of its checkpoints."""
@@ -155,8 +201,8 @@ class StreamHub:
         self._began = time.monotonic()
         self._is_pulled = False
         """Whether a puller has ever asked."""
-        self.is_received = False
-        """Whether the puller has said that it has everything."""
+        self.is_released = False
+        """Whether nobody needs this copy after the run: the puller has everything, or there is none."""
 
     # For the puller and the launch.
 
@@ -166,7 +212,7 @@ class StreamHub:
 
     def pull(self, received: Mapping[str, State], commands: Chunk | None) -> tuple[list[Chunk], int]:
         """Write the puller's commands; return what it lacks, and the size of the commands here."""
-        self._is_pulled = True
+        self._is_pulled, self.is_released = True, False
         # Those of a puller that was killed may arrive after they were sent again.
         if commands is not None and commands.offset == self._count_command_bytes():
             self._copy.write([commands])
@@ -176,7 +222,7 @@ class StreamHub:
     def stop_if_abandoned(self) -> None:
         """Request a stop if no puller has ever come: the launch has failed. Raises ``OSError``."""
         if not self._is_pulled and time.monotonic() - self._began > FIRST_PULL_SECONDS:
-            self._is_pulled = True
+            self._is_pulled = self.is_released = True
             append_line(RunFolder(self.path).control, {"command": "stop", "time": time.time()})
 
     def _count_command_bytes(self) -> int:
@@ -224,12 +270,22 @@ class StreamHub:
 
     def drain(self, node: int) -> None:
         """Take all that a node has written, after its processes have ended; then let it delete its copy."""
+        from ray.exceptions import RayActorError
+
+        if node not in self._nodes:
+            return
         deadline = time.monotonic() + DRAIN_SECONDS
-        with contextlib.suppress(Exception):  # An actor that is gone: what it has sent before is here.
-            while self._exchange(node) >= 0 and time.monotonic() < deadline:
-                pass
-            self._nodes[node].close.remote()
-        self._nodes.pop(node, None)
+        is_gone = is_complete = False
+        while not (is_gone or is_complete) and time.monotonic() < deadline:
+            try:
+                is_complete = self._exchange(node) < 0
+            except RayActorError:  # The actor is gone: what it has sent before is here.
+                is_gone = True
+            except Exception:  # A busy node or a full disk, say: the next exchange takes the same bytes.
+                time.sleep(PAUSE_SECONDS)
+        actor = self._nodes.pop(node)
+        if not is_gone:
+            actor.close.remote()
 
     def _keep_exchanging(self, node: int) -> None:
         while node in self._nodes:
