@@ -199,10 +199,10 @@ def test_fault_53_a_supervisor_that_cannot_reach_its_folder_continues(
         break_path("run", number, patch)
         patch.setattr(os, "utime", lambda path: Path(path).parent.stat())
         supervisor._send_heartbeat()
-    assert supervisor.phase == "run"
+    assert supervisor.stop.phase == "run"
     shutil.rmtree(run.folder)
     supervisor._send_heartbeat()
-    assert supervisor.phase == "terminate"
+    assert supervisor.stop.phase == "terminate"
 
 
 @pytest.mark.parametrize("digits", [400, 5000])
