@@ -16,7 +16,8 @@ from shardscope.runs.launch.stop_sequence import StopSequence
 
 USER_STOP = {"command": "stop", "checkpoint": False}
 USER_SAVE = {"command": "stop", "checkpoint": True}
-ENDED_JOB = Job("COMPLETING", "TimeLimit", "", "node0", preempted=False, restarts=0, requeues=True)
+END = "2026-01-02T12:00:00"
+ENDED_JOB = Job("COMPLETING", "TimeLimit", "", "node0", preempted=False, end=END, requeues=True)
 KILL_WAIT = 30.0
 
 
@@ -60,21 +61,19 @@ class FakeRun:
 
 @pytest.fixture
 def node(tmp_path: Path) -> NodeFolder:
-    """Node 0 of a job of Slurm."""
-    return make_node(tmp_path / "run", 0)
+    """Node 0 of a job of Slurm with two nodes."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create(NODES)
+    write_json(folder.job, {"scheduler": "slurm", "job_id": "7"})
+    return NodeFolder(folder.path, 0, 2, 1)
 
 
-def make_node(path: Path, number: int) -> NodeFolder:
-    RunFolder(path).create(NODES)
-    write_json(RunFolder(path).job, {"scheduler": "slurm", "job_id": "7"})
-    return NodeFolder(path, number, 2, 1)
-
-
-def set_job(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
-    """Let Slurm describe job 7 as ``job``."""
+def set_job(monkeypatch: pytest.MonkeyPatch, job: Job, seconds_left: float = 0.0) -> None:
+    """Let Slurm describe job 7 as ``job``, whose time is over in ``seconds_left``."""
+    now = time.mktime(time.strptime(END, "%Y-%m-%dT%H:%M:%S")) - seconds_left
     monkeypatch.setattr(end_notice, "read_job", lambda job_id: job)
     monkeypatch.setattr(end_notice, "read_kill_wait", lambda: KILL_WAIT)
-    monkeypatch.setattr(end_notice, "read_controller_time", time.time)
+    monkeypatch.setattr(end_notice, "read_controller_time", lambda: now)
 
 
 def test_a_stop_terminates_then_kills(folder: RunFolder) -> None:
@@ -195,3 +194,55 @@ def test_a_requeued_task_that_cannot_save_ends_at_once(
     run = FakeRun(node, saves_when_asked=False)
     assert run.stop.obey_signal(signal.SIGTERM)
     assert run.signals == [signal.SIGHUP] and "back into the queue" in run.stop.reason
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    ("job", "reason", "seconds"),
+    [
+        (ENDED_JOB, "Slurm ended job 7 at its time limit", KILL_WAIT),
+        (ENDED_JOB._replace(state="RUNNING", reason="", preempted=True), "Slurm preempts job 7", 600.0),
+    ],
+)
+def test_a_task_that_cannot_save_is_ended_before_slurm_kills_it(
+    node: NodeFolder, number: int, job: Job, reason: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_job(monkeypatch, job, seconds)
+    run = FakeRun(NodeFolder(node.path, number, 2, 1), saves_when_asked=False)
+    assert run.stop.obey_signal(signal.SIGTERM)
+    assert run.pass_time(seconds - 6) == [], "it may return by itself"
+    assert run.pass_time(3) == [signal.SIGHUP, signal.SIGKILL]
+    assert run.stop.reason == reason and run.stop.notice is not None and not run.stop.by_user
+    assert run.statuses == [("stopping", reason)]
+
+
+def test_a_task_that_cannot_save_is_not_ended_by_a_warning(
+    node: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_job(monkeypatch, ENDED_JOB._replace(state="RUNNING", reason=""), 90)
+    run = FakeRun(node, saves_when_asked=False)
+    assert run.stop.obey_signal(signal.SIGUSR2)
+    assert run.pass_time(300) == [], "Slurm may extend the time limit"
+    # The time of the warning is over, that of Slurm's end is not.
+    set_job(monkeypatch, ENDED_JOB)
+    assert run.stop.obey_signal(signal.SIGTERM)
+    assert run.pass_time(24) == [] and run.pass_time(1) == [signal.SIGHUP]
+
+
+def test_a_node_that_sees_no_command_is_ended_before_slurm_kills_it(
+    node: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_job(monkeypatch, ENDED_JOB)
+    run = FakeRun(NodeFolder(node.path, 1, 2, 1))
+    assert run.stop.obey_signal(signal.SIGTERM)
+    assert run.stop.phase == "run" and run.pass_time(25) == [signal.SIGHUP]
+
+
+def test_a_dead_rank_counts_more_than_the_end_of_the_job(
+    node: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_job(monkeypatch, ENDED_JOB)
+    run = FakeRun(node, saves_when_asked=False)
+    run.stop.obey_signal(signal.SIGTERM)
+    run.stop.record_dead_rank()
+    assert run.pass_time(3) == [signal.SIGKILL] and run.stop.reason is None

@@ -104,6 +104,7 @@ class StopSequence:
     def obey_signal(self, number: int) -> bool:
         """End the ranks after a signal; after one of Slurm's they save a checkpoint before, if they can.
 
+        A task that cannot save keeps the time that Slurm leaves after SIGTERM, and is ended before SIGKILL.
         Return whether it is dealt with, as a notice of Slurm is; a signal that ends the run stays in force.
         """
         notice = self._read_notice(number)
@@ -113,12 +114,17 @@ class StopSequence:
             self.by_signal = self.by_signal or self.reason is None
             self.terminate(_describe_signal(number))
             return False
-        self._run.log(f"{notice.reason}; {notice.seconds:.0f} s for a checkpoint")
-        self.notice = notice
-        self._notice_deadline = min(self._notice_deadline, self._read_clock() + notice.seconds)
+        self._run.log(f"{notice.reason}; {notice.seconds:.0f} s are left")
+        self.notice, notice_deadline = notice, self._read_clock() + notice.seconds
+        self._notice_deadline = min(self._notice_deadline, notice_deadline)
         if self.phase == "checkpoint":
             self.deadline = min(self.deadline, self._notice_deadline)
-        elif self.phase == "run" and self.folder.is_lead:
+            return True
+        # Unless they return before: the task may not save, or this node may not see the command in time.
+        # After a warning the job goes on, and its time limit may still be extended.
+        if number != signal.SIGUSR2:
+            self.deadline = min(self.deadline, notice_deadline)
+        if self.folder.is_lead:
             self._request_checkpoint(notice)
         return True
 
@@ -211,6 +217,8 @@ class StopSequence:
             hangs = ", and seem to hang" if self._run.seems_to_hang else ""
             why = f"{self.notice.reason}: " if self.notice is not None else ""
             self.terminate(f"{why}the ranks did not save and stop within {waited:.0f} s{hangs}")
+        elif self.phase == "run" and self.notice is not None and not self.a_rank_died:
+            self.terminate(self.notice.reason)
         else:
             self.kill()
 
