@@ -191,7 +191,7 @@ def test_fault_23_a_supervisor_whose_log_is_full_continues(monkeypatch: pytest.M
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", Full())
-    Supervisor._log("could not write status 'running': [Errno 28] No space left on device")
+    Supervisor.log("could not write status 'running': [Errno 28] No space left on device")
 
 
 @sample(1)

@@ -20,6 +20,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, read_lines, write_json
 from shardscope.runs.launch import run_end
 from shardscope.runs.launch.supervisor import Supervisor
+from shardscope.runs.launch.supervisor_process import ReceivedSignals
 from shardscope.runs.watch.hang import BUSY_FACTOR, HangDetector
 from shardscope.runs.watch.stacks import (
     BUSY_WITH,
@@ -108,27 +109,18 @@ def test_fault_05_a_hang_is_reported_once_and_cleared(folder: RunFolder, ranks: 
     assert watch.check({0: make_steps(13, 1), 1: make_steps(13, 1)}, 1.0) is None
 
 
-def test_hanging_ranks_get_a_shorter_checkpoint_deadline(folder: RunFolder) -> None:
-    supervisor, now = Supervisor(folder, None), time.monotonic()
-    supervisor.checks._hang.hangs = True
-    supervisor._stop("run.stop(checkpoint=True) was called", checkpoint=True)
-    assert supervisor.phase == "checkpoint" and now + 119 < supervisor.deadline < now + 130
-    assert "120 s" in read_lines(folder.status)[-1]["reason"]
-    # And those that are found to hang only while the stop waits, until steps are logged again.
-    waiting = Supervisor(folder, None)
-    waiting.ranks_are_up = True
-    waiting._stop("run.stop(checkpoint=True) was called", checkpoint=True)
-    assert waiting.deadline > now + 599
+def test_a_stop_with_a_checkpoint_reports_a_hang(folder: RunFolder) -> None:
+    supervisor, now = Supervisor(folder, None, ReceivedSignals()), time.monotonic()
+    supervisor.ranks_are_up = True
+    supervisor.stop.begin("run.stop(checkpoint=True) was called", checkpoint=True)
+    assert supervisor.stop.deadline > now + 599
     for hangs, words, least in ((True, "no step for 61 s", 120), (False, "steps are logged again", 599)):
-        waiting.checks._hang.hangs = hangs
-        waiting.checks._hang.check = lambda *_, words=words: words  # type: ignore[method-assign]
-        waiting._run_checks(now + 1)
-        assert waiting.phase == "checkpoint" and now + least < waiting.deadline < now + least + 10
+        supervisor.checks._hang.hangs = hangs
+        supervisor.checks._hang.check = lambda *_, words=words: words  # type: ignore[method-assign]
+        supervisor._run_checks(now + 1)
+        assert supervisor.stop.phase == "checkpoint"
+        assert now + least - 1 < supervisor.stop.deadline < now + least + 10
         assert read_lines(folder.status)[-1]["reason"].endswith(words)
-    waiting.checks._hang.hangs = True
-    waiting._escalate()
-    assert waiting.phase == "terminate"
-    assert "did not save and stop" in read_lines(folder.status)[-1]["reason"]
 
 
 def test_fault_23_a_hang_is_reported_and_cleared_without_writable_logs(folder: RunFolder) -> None:
@@ -145,7 +137,7 @@ def test_the_final_status_does_not_wait_for_the_last_writes(
 ) -> None:
     monkeypatch.setattr(processes, "kill_descendants", lambda **_: True)
     monkeypatch.setattr(run_end, "FINISH_SECONDS", 0.0)
-    supervisor, had_status = Supervisor(folder, None), []
+    supervisor, had_status = Supervisor(folder, None, ReceivedSignals()), []
     write_json(folder.supervisor, {})
     os.utime(folder.supervisor, (1, 1))
     half = folder.error(0).with_name(".rank-0.json.999999999")  # Of a rank that was killed while it wrote.

@@ -18,18 +18,14 @@ import subprocess
 import sys
 import time
 from functools import partial
-from types import FrameType
-from typing import Literal
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
-from shardscope.records.attempts import is_for_attempt
 from shardscope.records.folder import FINAL, NodeFolder, RunFolder, Status
 from shardscope.records.folder_checks import open_part
-from shardscope.records.json_files import LineTail, append_line, read_json, read_lines, write_json
+from shardscope.records.json_files import LineTail, read_json, write_json
 from shardscope.records.json_values import is_int
 from shardscope.records.regular_files import open_to_append
-from shardscope.runs.backends.end_notice import SLURM_SIGNALS, EndNotice, read_end_notice
 from shardscope.runs.backends.next_attempt import (
     AttemptEnding,
     begin_attempt,
@@ -41,27 +37,21 @@ from shardscope.runs.backends.next_attempt import (
 from shardscope.runs.backends.node_checks import NodeError, check_node, read_versions
 from shardscope.runs.backends.peers import LOST_SECONDS, SIGNALLED_LOST_SECONDS, Peers
 from shardscope.runs.backends.ray.watch import describe_ray_end
-from shardscope.runs.backends.slurm_job import describe_job_end, read_job_id
+from shardscope.runs.backends.slurm_job import describe_job_end
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import has_rank_died
 from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.runs.launch.leftover_processes import LeftoverDetector
 from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.launch.run_end import Outcome, RunEnd
-from shardscope.runs.stop_request import SAW_STOP, describe_stop_request
+from shardscope.runs.launch.stop_sequence import StopSequence
+from shardscope.runs.launch.supervisor_process import ReceivedSignals, lock_run
+from shardscope.runs.stop_request import SAW_STOP
 from shardscope.runs.trackers import TrackerProcess
 from shardscope.runs.watch.periodic_checks import CHECK_SECONDS, PeriodicChecks
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 2.0
-TERMINATION_GRACE_SECONDS = 1.5
-"""Time from SIGTERM to SIGKILL. Short, because metrics are flushed line by line."""
-CHECKPOINT_GRACE_SECONDS = 600.0
-"""Time after which a stop with a checkpoint becomes a plain stop."""
-HANG_GRACE_SECONDS = 120.0
-"""The same for ranks that seem to hang. Not zero: the detection may mistake a slow save for a hang."""
-FAILURE_GRACE_SECONDS = 3.0
-"""Time that torch elastic gets to end the other ranks after one died; by itself it takes 30 s."""
 NSYS_GRACE_SECONDS = 600.0
 """Time that Nsight Systems gets to write its report after the task has returned."""
 
@@ -69,10 +59,10 @@ NSYS_GRACE_SECONDS = 600.0
 class Supervisor:
     """The state machine that drives one run from its start to its final status."""
 
-    def __init__(self, folder: RunFolder, lease: int | None) -> None:
+    def __init__(self, folder: RunFolder, lease: int | None, signals: ReceivedSignals) -> None:
         self.folder = folder
         self.lease = lease
-        self.control = LineTail(folder.control)
+        self.signals = signals
         self.exits = LineTail(folder.exits)
         self.launcher: subprocess.Popen[bytes] | None = None
         self.description: dict[str, object] = read_json(folder.run_json) or {}
@@ -86,26 +76,9 @@ class Supervisor:
         self.lost_node = ""
         """Which other node is lost; empty if none is."""
         self.ranks_are_up = False
-        # In this order, "checkpoint" optional; "leave" while leftovers of a finished task are killed.
-        self.phase: Literal["run", "checkpoint", "leave", "terminate", "kill"] = "run"
-        self.deadline = float("inf")
-        """Monotonic time at which the phase escalates to the next one."""
-        self.stop_reason: str | None = None
-        self.stop_time = 0.0
-        self.returned_first = False
-        """Whether the task had returned on every rank before the stop, which then had no effect."""
-        self.save_requested_at = 0.0
-        self.a_rank_died = False
-        self.received_signal: int | None = None
-        self.notice: EndNotice | None = None
-        """What Slurm announced, if it ends the job and another attempt may follow."""
-        self.notice_deadline = float("inf")
-        """Monotonic time until which the ranks can save a checkpoint after that."""
-        self.stopped_by_user = False
+        self.stop = StopSequence(folder, self.description, self)
         self.follows = False
         """Whether another attempt follows on this machine."""
-        self.stopped_by_signal = False
-        """Whether the stop came as a signal: from the scheduler, say, and not from the user."""
         self.next_heartbeat = 0.0
         self.secrets = SecretReceiver()
         # A user's function and runs of older versions have TensorBoard's files.
@@ -116,7 +89,7 @@ class Supervisor:
         self.checks = PeriodicChecks(
             folder,
             self.world_size,
-            self._log,
+            self.log,
             self.secrets.read_secrets,
             writes_tensorboard="tensorboard" in report_to,
         )
@@ -128,13 +101,10 @@ class Supervisor:
         self.ended_leftovers = ""
         """Description of the leftover processes that were killed; empty if there were none."""
         self.last_check = time.monotonic()
-        self.end = RunEnd(folder, self.description, self.world_size, self.checks, self.trackers, self._log)
+        self.end = RunEnd(folder, self.description, self.world_size, self.checks, self.trackers, self.log)
 
     def run(self) -> None:
         """Start the launcher, watch it until it exits, clean up and write the final status."""
-        # The handler only stores the number: the main loop then stops the run in an orderly way.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
         processes.keep_exit_codes()
         # Orphans of the launcher and the ranks become children of this process, which ends them with the run.
         processes.adopt_orphans()
@@ -152,9 +122,11 @@ class Supervisor:
         if isinstance(self.folder, NodeFolder) and self.folder.is_lead:
             began = describe_beginning(self.folder)
             started = f"job {self._read_node().get('job_id')} has started"
-            self._set_status("starting", "; ".join(filter(None, (started, began))))
-        self._obey_commands()  # A stop requested before this point needs no launcher at all.
-        if self.stop_reason is None:
+            self.set_status("starting", "; ".join(filter(None, (started, began))))
+        self.stop.obey_commands()  # A stop requested before this point needs no launcher at all.
+        if self.peers is None:  # Nor does a signal between two attempts. One of Slurm may be only a notice.
+            self._obey_signal()
+        if self.stop.reason is None:
             try:
                 if isinstance(self.folder, NodeFolder):
                     check_node(self.folder, self.description, self._send_heartbeat)
@@ -166,9 +138,9 @@ class Supervisor:
         while self.launcher is not None and self.launcher.poll() is None:
             self._advance()
             self._sleep()
-        if self.stop_reason is None and self.leftovers.has_every_rank_returned():
+        if self.stop.reason is None and self.leftovers.has_every_rank_returned():
             # Ranks read the same control file and may have obeyed a stop that was not read here yet.
-            self._obey_commands()
+            self.stop.obey_commands()
         self._finish()
 
     def _start_launcher(self) -> None:
@@ -221,7 +193,7 @@ class Supervisor:
             with open_to_append(self.folder.supervisor_log) as log:
                 self.trackers.start(log)
         except OSError as error:
-            self._log(f"nothing is reported to trackers: {error}")
+            self.log(f"nothing is reported to trackers: {error}")
         self.leftovers.except_for = self.trackers.pid
 
     def _record_missing_launcher(self, error: OSError | NodeError) -> None:
@@ -240,158 +212,75 @@ class Supervisor:
         if now >= self.next_heartbeat:
             self.next_heartbeat = now + HEARTBEAT_SECONDS
             self._send_heartbeat()
-            self._watch_peers(now)
-        self._obey_commands()
-        if not self.ranks_are_up and self.phase == "run":
+            self._watch_peers()
+        self.stop.obey_commands()
+        if not self.ranks_are_up and self.stop.phase == "run":
             self._check_ranks_are_up()
         # No checks while the run ends: they take time, and `RunEnd` does the last one anyway.
-        if self.phase in ("run", "checkpoint") and now - self.last_check >= CHECK_SECONDS:
+        if not self.stop.ends_processes and now - self.last_check >= CHECK_SECONDS:
             self._run_checks(now)
-        if self._notice_dead_rank():
-            self.deadline = min(self.deadline, now + FAILURE_GRACE_SECONDS)
-        if now >= self.deadline:
-            self._escalate()
+        self._notice_dead_rank()
+        self.stop.advance()
 
     def _obey_signal(self) -> None:
-        """End the ranks after a signal; after one of Slurm's they save a checkpoint before, if they can."""
-        number = self._receive_signal()
-        if number is None:
-            return
-        self.received_signal = None if number == signal.SIGUSR2 else number
-        notice = self._read_notice(number)
-        if notice is None:
-            if number != signal.SIGUSR2:
-                self.stopped_by_signal = self.stopped_by_signal or self.stop_reason is None
-                self._terminate(f"the supervisor got {signal.Signals(number).name}")
-            return
-        self._log(f"{notice.reason}; {notice.seconds:.0f} s for a checkpoint")
-        self.notice, self.received_signal = notice, None
-        self.notice_deadline = min(self.notice_deadline, time.monotonic() + notice.seconds)
-        if self.phase == "checkpoint":
-            self.deadline = min(self.deadline, self.notice_deadline)
-        elif self.phase == "run" and self.folder.is_lead:
-            self._request_checkpoint(notice)
+        number = self._read_signal()
+        if number is not None and self.stop.obey_signal(number):
+            self.signals.settle(number)
 
-    def _receive_signal(self) -> int | None:
-        """Return the signal that arrived last; None if none did."""
-        if self.peers is not None:  # Blocked by the node process: these would end the ranks, too.
-            pending = signal.sigtimedwait(SLURM_SIGNALS, 0)
-            if pending is not None:
-                return pending.si_signo
-        return self.received_signal
-
-    def _read_notice(self, number: int) -> EndNotice | None:
-        """Return what Slurm does to the job; None if it was cancelled, or without Slurm."""
-        job_id = read_job_id(self.folder)
-        if job_id is None or self.phase in ("leave", "terminate", "kill"):
-            return None
-        notice = read_end_notice(job_id, self.folder.attempt, is_warning=number == signal.SIGUSR2)
-        return None if notice.kind == "cancelled" else notice
-
-    def _request_checkpoint(self, notice: EndNotice) -> None:
-        """Let the ranks of all nodes save a checkpoint and return, by a command that they read."""
-        if self.description.get("saves_when_asked") is False:
-            if notice.kind == "requeued":
-                self._terminate(notice.reason)
-            return
-        command = {
-            "command": "stop",
-            "checkpoint": True,
-            "time": time.time(),
-            "attempt": self.folder.attempt,
-            "scheduler": notice.reason,
-        }
-        try:
-            append_line(self.folder.control, command)
-        except OSError as error:
-            self._log(f"no checkpoint could be requested: {error}")
-        self._obey_commands()
+    def _read_signal(self) -> int | None:
+        return self.signals.read(of_slurm=self.peers is not None)
 
     def _run_checks(self, now: float) -> None:
         seconds, self.last_check = now - self.last_check, now
-        is_running = self.ranks_are_up and self.phase in ("run", "checkpoint") and not self.a_rank_died
-        if self.phase in ("run", "checkpoint") and self.launcher is not None:
+        is_running = self.ranks_are_up and not self.stop.ends_processes and not self.stop.a_rank_died
+        if not self.stop.ends_processes and self.launcher is not None:
             self._end_leftovers(seconds, self.launcher.pid)
         message = self.checks.check(seconds, is_running=is_running)
         if message is None:
             return
-        self._log(message)
-        if self.phase == "run":
-            self._set_status("running", message)
+        self.log(message)
+        if self.stop.phase == "run":
+            self.set_status("running", message)
         else:
-            self.deadline = self._get_checkpoint_deadline(now)
-            self._set_status("stopping", f"{self.stop_reason}; {message}")
+            self.stop.update_checkpoint_deadline()
+            self.set_status("stopping", f"{self.stop.reason}; {message}")
 
-    def _watch_peers(self, now: float) -> None:
+    def _watch_peers(self) -> None:
         """End this node's ranks if another node is lost, or its ranks have ended without a result."""
-        if self.peers is None or self.phase in ("leave", "terminate", "kill"):
+        if self.peers is None or self.stop.ends_processes:
             return
         self.peers.look()
         self.lost_node = self.peers.describe_lost()
         failed = self.peers.find_failed()
         if self.lost_node:
-            self._log(self.lost_node)
-            self._escalate_to_kill()
+            self.log(self.lost_node)
+            self.stop.kill()
         elif failed is not None:
             # Ranks that wait for the other node's get an error by themselves, which names it.
-            self._log(f"node {failed.node} has ended: {failed.status}, {failed.reason}")
-            self.a_rank_died = True
-            self.deadline = min(self.deadline, now + FAILURE_GRACE_SECONDS)
+            self.log(f"node {failed.node} has ended: {failed.status}, {failed.reason}")
+            self.stop.record_dead_rank()
 
     def _end_leftovers(self, seconds: float, launcher: int) -> None:
         left = self.leftovers.check(seconds, launcher)
         if left is None:
             return
         self.ended_leftovers = left
-        self._log(f"the task returned on every rank, but threads or processes kept running; ended {left}")
-        self.phase, self.deadline = "leave", time.monotonic() + TERMINATION_GRACE_SECONDS
-        self._signal_all(signal.SIGKILL)
+        self.log(f"the task returned on every rank, but threads or processes kept running; ended {left}")
+        self.stop.kill_leftovers()
 
-    def _notice_dead_rank(self) -> bool:
+    def _notice_dead_rank(self) -> None:
         # exits.jsonl is written by the launcher; without a new line no rank has ended since the last look.
-        if self.a_rank_died or self.phase not in ("run", "checkpoint") or not self.exits.read():
-            return False
-        self.a_rank_died = has_rank_died(self.folder)
-        return self.a_rank_died
+        if self.stop.a_rank_died or self.stop.ends_processes or not self.exits.read():
+            return
+        if has_rank_died(self.folder):
+            self.stop.record_dead_rank()
 
-    def _obey_commands(self) -> None:
-        malformed = self.control.num_malformed
-        for command in self.control.read():
-            if not is_for_attempt(command, self.folder):
-                continue
-            if command.get("command") == "stop":
-                checkpoint = command.get("checkpoint") is True
-                self.stopped_by_user = self.stopped_by_user or "attempt" not in command
-                self._stop(describe_stop_request(command), checkpoint=checkpoint)
-            elif not isinstance(command.get("command"), str):
-                self.control.num_malformed += 1
-        if self.control.num_malformed > malformed:
-            self._log(f"ignored {self.control.num_malformed - malformed} malformed lines of control.jsonl")
+    @property
+    def seems_to_hang(self) -> bool:
+        """Whether the ranks seem to hang."""
+        return self.checks.hangs
 
-    def _stop(self, request: str, *, checkpoint: bool) -> None:
-        if not checkpoint:
-            self._terminate(request)
-        elif self.description.get("saves_when_asked") is False:
-            # Run.stop() raises ValueError in this case, but other programs can write commands too.
-            self._log("ignored a stop with a checkpoint: the task never reads ctx.should_stop")
-        elif self.phase == "run" and self.stop_reason is None:
-            # The ranks read the same control file and agree on the step after which they leave.
-            self.phase, self.save_requested_at = "checkpoint", time.monotonic()
-            self.deadline = self._get_checkpoint_deadline(self.save_requested_at)
-            self.stop_reason, self.returned_first = request, self._has_returned_unasked()
-            trains = self.description.get("trains_the_plan") is True
-            end = "finish their step and save" if trains else "end when their task reads ctx.should_stop"
-            reason = f"{request}: the ranks {end}"
-            if self.checks.hangs:
-                reason += f", if they can: they seem to hang, and have {HANG_GRACE_SECONDS:.0f} s"
-            self._set_status("stopping", reason)
-
-    def _get_checkpoint_deadline(self, now: float) -> float:
-        """Return when (monotonic seconds) a stop with a checkpoint becomes a plain one."""
-        latest = min(self.save_requested_at + CHECKPOINT_GRACE_SECONDS, self.notice_deadline)
-        return min(latest, now + HANG_GRACE_SECONDS) if self.checks.hangs else latest
-
-    def _has_returned_unasked(self) -> bool:
+    def has_returned_unasked(self) -> bool:
         """Return whether the task has returned on every rank, and on none because of a stop request.
 
         A rank may read a stop request, and return, before it is read here. Times are not compared: the
@@ -403,33 +292,8 @@ class Supervisor:
             (read_json(self.folder.rank(rank)) or {}).get(SAW_STOP) for rank in range(self.world_size)
         )
 
-    def _terminate(self, reason: str) -> None:
-        """Send SIGTERM to the ranks for ``reason``; on the nodes of a scheduler SIGHUP (``rank.py``)."""
-        if self.phase in ("leave", "terminate", "kill"):
-            return
-        if self.stop_reason is None:
-            self.returned_first = self._has_returned_unasked()
-        # The clocks of failures: nodes have only the epoch in common.
-        self.stop_time = time.monotonic() if self.peers is None else time.time()
-        self.stop_reason = reason
-        self._set_status("stopping", reason)
-        self._signal_all(signal.SIGTERM if self.peers is None else signal.SIGHUP)
-        self.phase, self.deadline = "terminate", time.monotonic() + TERMINATION_GRACE_SECONDS
-
-    def _escalate(self) -> None:
-        if self.phase == "checkpoint" and not self.a_rank_died:
-            waited = time.monotonic() - self.save_requested_at
-            hangs = ", and seem to hang" if self.checks.hangs else ""
-            why = f"{self.notice.reason}: " if self.notice is not None else ""
-            self._terminate(f"{why}the ranks did not save and stop within {waited:.0f} s{hangs}")
-            return
-        self._escalate_to_kill()
-
-    def _escalate_to_kill(self) -> None:
-        self.phase, self.deadline = "kill", time.monotonic() + 1.0
-        self._signal_all(signal.SIGKILL)
-
-    def _signal_all(self, number: int) -> None:
+    def signal_ranks(self, number: int) -> None:
+        """Send a signal to the launcher and the ranks, if they were started."""
         if self.launcher is not None:
             processes.signal_group(self.launcher.pid, number)
             if number == signal.SIGKILL:
@@ -440,7 +304,7 @@ class Supervisor:
         records = [read_json(self.folder.rank(rank)) for rank in range(self.world_size)]
         if all(record is not None and "ready" in record for record in records):
             self.ranks_are_up = True
-            self._set_status("running", f"{self.world_size} rank{'s' * (self.world_size > 1)} at work")
+            self.set_status("running", f"{self.world_size} rank{'s' * (self.world_size > 1)} at work")
 
     def _send_heartbeat(self) -> None:
         try:
@@ -448,7 +312,7 @@ class Supervisor:
         except OSError as error:
             if is_absent(error) and not self.folder.path.exists():
                 # Without its folder the run could not be seen or stopped any more.
-                self._terminate("the run folder is gone")
+                self.stop.terminate("the run folder is gone")
 
     def _sleep(self) -> None:
         if self.lease is None:
@@ -458,7 +322,7 @@ class Supervisor:
         waiting.register(self.lease, select.POLLIN)
         if waiting.poll(POLL_SECONDS * 1000) and not os.read(self.lease, 1):
             self.lease = None
-            self._terminate("the kernel that launched it ended")
+            self.stop.terminate("the kernel that launched it ended")
 
     def _finish(self) -> None:
         """Clean up after the ranks and write the final status."""
@@ -468,35 +332,35 @@ class Supervisor:
             if self.folder.is_lead:
                 self._wait_for_peers(self.folder)
             else:
-                self._set_status(verdict.status, verdict.reason)
+                self.set_status(verdict.status, verdict.reason)
                 self.end.finish_checks()
                 if self.lost_node:
-                    replace_lead(self.folder, self.description, self._log)
+                    replace_lead(self.folder, self.description, self.log)
                 return
         final = self.end.decide_final_status(self._describe_outcome())
         if self.folder.fixed_attempt is not None:
             ending = AttemptEnding(
-                notice=self.notice,
-                stopped_by_user=self.stopped_by_user,
+                notice=self.stop.notice,
+                stopped_by_user=self.stop.by_user,
                 lost_nodes=() if self.peers is None else self.peers.list_lost_names(),
-                control_bytes=self.control.offset,
+                control_bytes=self.stop.control.offset,
             )
-            final = conclude_attempt(self.folder, self.description, final, ending, self._log)
+            final = conclude_attempt(self.folder, self.description, final, ending, self.log)
             self.follows = final.status == "starting"
         if final.status in FINAL:
             self.folder.task.unlink(missing_ok=True)
-        self._set_status(final.status, final.reason, **final.details)
+        self.set_status(final.status, final.reason, **final.details)
         self.end.finish(final.status)
 
     def _describe_outcome(self) -> Outcome:
         """Return what this process knows of the run's end."""
         return Outcome(
             launcher_code=None if self.launcher is None else self.launcher.returncode,
-            stop_reason=None if self.returned_first else self.stop_reason,
-            stop_time=self.stop_time,
-            stopped_by_signal=self.stopped_by_signal,
-            sent_signals=self.phase in ("terminate", "kill"),
-            a_rank_died=self.a_rank_died,
+            stop_reason=None if self.stop.returned_first else self.stop.reason,
+            stop_time=self.stop.time,
+            stopped_by_signal=self.stop.by_signal,
+            sent_signals=self.stop.has_signalled,
+            a_rank_died=self.stop.a_rank_died,
             ended_leftovers=self.ended_leftovers,
             lost_node=self.lost_node,
         )
@@ -504,7 +368,7 @@ class Supervisor:
     def _wait_for_peers(self, folder: NodeFolder) -> None:
         """Wait until each other node has ended or is lost, and find the stop that ended them."""
         assert self.peers is not None
-        patience = SIGNALLED_LOST_SECONDS if self.stopped_by_signal else LOST_SECONDS
+        patience = SIGNALLED_LOST_SECONDS if self.stop.by_signal else LOST_SECONDS
         while True:
             if time.monotonic() >= self.next_heartbeat:
                 self.next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
@@ -515,27 +379,25 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
         self.lost_node = self.lost_node or self.peers.describe_lost(patience)
         # A scheduler signals all processes of a job: the ranks may end before this process notices.
-        number = self._receive_signal()
-        if number not in (None, signal.SIGUSR2) and self.stop_reason is None:
-            self.stopped_by_signal, self.stop_time = True, time.time()
-            self.stop_reason = f"the supervisor got {signal.Signals(number).name}"
+        number = self._read_signal()
+        if number is not None:
+            self.stop.record_late_signal(number)
         # Another node may have obeyed a stop that was not visible here yet.
-        if self.stop_reason is None:
-            self._obey_commands()
-        if self.stopped_by_signal and (end := describe_job_end(folder) or describe_ray_end(folder)):
-            self.stop_reason = end
+        if self.stop.reason is None:
+            self.stop.obey_commands()
+        if self.stop.by_signal and (end := describe_job_end(folder) or describe_ray_end(folder)):
+            self.stop.reason = end
 
-    def _set_status(self, status: Status, reason: str, **more: object) -> None:
+    def set_status(self, status: Status, reason: str, **more: object) -> None:
+        """Record a status of the run."""
         try:
             self.folder.set_status(status, reason, **more)
         except OSError as error:  # A full disk must not prevent us from ending the ranks.
-            self._log(f"could not write status {status!r} ({reason}): {error}")
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self.received_signal = number
+            self.log(f"could not write status {status!r} ({reason}): {error}")
 
     @staticmethod
-    def _log(text: str) -> None:
+    def log(text: str) -> None:
+        """Write a line to the supervisor's log."""
         with contextlib.suppress(OSError):  # A full disk must not end the supervisor before its ranks.
             print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
@@ -555,40 +417,13 @@ def build_nsys_command(folder: RunFolder) -> list[str]:
     ]
 
 
-def lock_run(folder: RunFolder) -> int | None:
-    """Lock the run for this process and return the descriptor that holds the lock until the process ends.
-
-    Return None if the file system has no locks. Raises ``ValueError`` if the run has or had a supervisor: a
-    second one would find no task and write that the run failed.
-    """
-    import fcntl  # Imported lazily: this package is also imported on Windows, which has no fcntl.
-
-    try:
-        # Lock the log: it exists already and is never replaced by another file.
-        descriptor = os.open(
-            folder.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{folder.path} already has a running supervisor.") from None
-    except OSError:
-        return None
-    if isinstance(folder, NodeFolder):  # Earlier attempts have written statuses.
-        if folder.supervisor.exists():
-            raise ValueError(f"attempt {folder.attempt} of the run in {folder.path} was started before.")
-        return descriptor
-    # The lock of a supervisor that has ended is gone, but its statuses are not.
-    statuses = {str(record.get("status")) for record in read_lines(folder.status)} - {"queued", "starting"}
-    if statuses:
-        raise ValueError(f"the run in {folder.path} was started before; its statuses: {', '.join(statuses)}.")
-    return descriptor
-
-
 def main(arguments: list[str]) -> None:
     """Supervise the run in ``arguments[0]``.
 
     Other arguments: the lease's read end, or ``--node``, the number of this node and that of the attempt.
     """
+    signals = ReceivedSignals()
+    signals.install_handlers()
     is_node = arguments[1:2] == ["--node"]
     node = int(arguments[2]) if is_node else None
     attempt = int(arguments[3]) if is_node and len(arguments) > 3 else None
@@ -599,13 +434,13 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"shardscope: {error}")
     lease = int(arguments[1]) if len(arguments) > 1 and not is_node else None
     if is_node or not get_retries(read_json(folder.run_json) or {}):
-        Supervisor(folder, lease).run()
+        Supervisor(folder, lease, signals).run()
         return
     for attempt in itertools.count(1):
         folder = folder.select_attempt(attempt)
         begin_attempt(folder)
         folder.temporary.mkdir(mode=0o700, exist_ok=True)
-        supervisor = Supervisor(folder, lease)
+        supervisor = Supervisor(folder, lease, signals)
         supervisor.run()
         if not supervisor.follows:
             return
