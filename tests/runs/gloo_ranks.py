@@ -138,7 +138,7 @@ def _run_rank(rank: int, world_size: int, plan: Any, body: Any, folder: Path, st
     import torch
     import torch.distributed as dist
 
-    from shardscope.runs.launch.gloo import use_one_thread
+    from shardscope.runs.launch.rendezvous.gloo import use_one_thread
 
     use_one_thread()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -15,7 +15,7 @@ SCRIPT = """
 import os, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from shardscope.runs.launch.gloo import use_one_thread
+from shardscope.runs.launch.rendezvous.gloo import use_one_thread
 
 use_one_thread()
 os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[1]
@@ -52,7 +52,7 @@ def test_gloo_groups_have_one_thread_on_the_configured_interfaces() -> None:
 LEAVES_AT_ONCE = """
 import pathlib, sys, time
 import torch.distributed as dist
-from shardscope.runs.launch import gloo
+from shardscope.runs.launch.rendezvous import gloo
 
 rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 make = gloo.ProcessGroupGloo

@@ -117,7 +117,7 @@ def test_fault_14_a_port_taken_between_choosing_and_binding(ranks: int) -> None:
     import os, socket, tempfile
     from shardscope.runs.launch.launcher import _call_notebook_launcher
     from shardscope.runs.launch.rank import _complete_environment
-    from shardscope.runs.launch.local_store import use_for_env_rendezvous
+    from shardscope.runs.launch.rendezvous.local_store import use_for_env_rendezvous
     import torch.distributed as dist
 
     def rank(port, place):

@@ -70,7 +70,7 @@ def test_retries_are_used_up(tmp_path: Path) -> None:
 SIGNAL_BETWEEN_ATTEMPTS = """
 import os, signal, sys
 if "shardscope.runs.launch.supervisor" in sys.orig_argv:
-    from shardscope.runs.launch.run_end import RunEnd
+    from shardscope.runs.launch.supervision.run_end import RunEnd
     finish = RunEnd.finish
     def finish_with_signal(self, status):
         finish(self, status)

@@ -16,7 +16,7 @@ from shardscope.runs.backends import end_notice, job_watch, next_attempt
 from shardscope.runs.backends.next_attempt import AttemptEnding, begin_attempt, conclude_attempt
 from shardscope.runs.backends.slurm_job import Job, SlurmError
 from shardscope.runs.launch.commands import CommandFeed
-from shardscope.runs.launch.run_end import FinalStatus
+from shardscope.runs.launch.supervision.run_end import FinalStatus
 
 RUNNING = Job("RUNNING", "", "", "node[1-2]", preempted=False, restarts=0, requeues=True)
 BUILT_IN = {"trains_the_plan": True, "world_size": 2}

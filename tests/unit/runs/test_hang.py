@@ -18,9 +18,9 @@ from shardscope.machine import processes
 from shardscope.machine.processes import read_start_time
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, read_lines, write_json
-from shardscope.runs.launch import run_end
+from shardscope.runs.launch.supervision import run_end
+from shardscope.runs.launch.supervision.supervisor_process import ReceivedSignals
 from shardscope.runs.launch.supervisor import Supervisor
-from shardscope.runs.launch.supervisor_process import ReceivedSignals
 from shardscope.runs.watch.hang import BUSY_FACTOR, HangDetector
 from shardscope.runs.watch.stacks import (
     BUSY_WITH,

@@ -12,7 +12,7 @@ from shardscope.records.folder import NODES, NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, read_lines, write_json
 from shardscope.runs.backends import end_notice
 from shardscope.runs.backends.slurm_job import Job
-from shardscope.runs.launch.stop_sequence import StopSequence
+from shardscope.runs.launch.supervision.stop_sequence import StopSequence
 
 USER_STOP = {"command": "stop", "checkpoint": False}
 USER_SAVE = {"command": "stop", "checkpoint": True}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardscope.records.folder import RunFolder
-from shardscope.runs.launch.supervisor_process import ReceivedSignals, lock_run
+from shardscope.runs.launch.supervision.supervisor_process import ReceivedSignals, lock_run
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

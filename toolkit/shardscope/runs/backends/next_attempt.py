@@ -25,7 +25,7 @@ from shardscope.runs.backends.slurm_job import (
     read_job_id,
     requeue,
 )
-from shardscope.runs.launch.run_end import FinalStatus
+from shardscope.runs.launch.supervision.run_end import FinalStatus
 from shardscope.training.checkpoints.folders import POSITION_FILE, list_checkpoints
 
 MAX_IDLE_ATTEMPTS = 3

@@ -163,7 +163,7 @@ def _run_ranks(cluster: Cluster, seconds: float, progress: Progress | None) -> d
     ranks: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_end_ranks, ranks)
-        # The ranks' FileStore is a private file, as in a run (runs/launch/local_store.py).
+        # The ranks' FileStore is a private file, as in a run (runs/launch/rendezvous/local_store.py).
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardscope-"))
         store, store_path = open_private_file(Path(folder))
         stack.callback(os.close, store)

@@ -67,7 +67,7 @@ def _measure(settings: Settings, progress: Callable[[str, float], None]) -> dict
     else:
         device = torch.device("cpu")
     if num_ranks > 1:
-        from shardscope.runs.launch.gloo import use_one_thread
+        from shardscope.runs.launch.rendezvous.gloo import use_one_thread
 
         patience = timedelta(seconds=settings["timeout_seconds"])
         store = dist.FileStore(settings["store"])  # Not a TCPStore, to which other users could connect.

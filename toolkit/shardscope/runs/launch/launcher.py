@@ -30,16 +30,16 @@ from shardscope.records.json_files import append_line, read_json, read_lines, wr
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.launch.best_effort_output import flush_output
 from shardscope.runs.launch.environment import restore_python_path
-from shardscope.runs.launch.loopback import ADDRESS, check_loopback
 from shardscope.runs.launch.new_secrets import send_new_secrets
 from shardscope.runs.launch.packing import resume_from, take_task, unpack
+from shardscope.runs.launch.rendezvous.loopback import ADDRESS, check_loopback
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from shardscope.core.plan import Plan
     from shardscope.runs.launch.context import Context
-    from shardscope.runs.launch.local_store import Rendezvous
+    from shardscope.runs.launch.rendezvous.local_store import Rendezvous
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -270,7 +270,7 @@ def _call_notebook_launcher(
     """
     from accelerate import notebook_launcher
 
-    from shardscope.runs.launch import local_store
+    from shardscope.runs.launch.rendezvous import local_store
 
     local_store.register_rendezvous()
     files = local_store.RendezvousFiles(Path(tempfile.gettempdir()))
@@ -299,7 +299,7 @@ def _call_on_nodes(
     """
     from accelerate import notebook_launcher
 
-    from shardscope.runs.launch import node_store
+    from shardscope.runs.launch.rendezvous import node_store
 
     node_store.register_rendezvous(folder.node)
     rendezvous = node_store.NodeRendezvous(folder, Path(tempfile.gettempdir()))

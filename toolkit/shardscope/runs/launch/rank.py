@@ -19,14 +19,14 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, write_json, write_json_on_full_disk
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.launch.best_effort_output import flush_output, redirect_streams, restore_output
-from shardscope.runs.launch.loopback import ADDRESS
+from shardscope.runs.launch.rendezvous.loopback import ADDRESS
 from shardscope.runs.watch.stacks import install_stack_handler
 from shardscope.training.tasks.lazy_functions import check_was_run
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.runs.launch.context import Context
-    from shardscope.runs.launch.local_store import Rendezvous
+    from shardscope.runs.launch.rendezvous.local_store import Rendezvous
 
 EXIT_GRACE_SECONDS = 10.0
 """Time that a failed rank gets to exit: a broken process group can hang in its destructor."""
@@ -134,8 +134,8 @@ def _make_context(folder: RunFolder, plan: Plan, device_type: str, files: Rendez
     from torch.distributed.elastic.utils.store import barrier
 
     from shardscope.runs.launch.context import Context
-    from shardscope.runs.launch.gloo import use_one_thread
-    from shardscope.runs.launch.local_store import TIMEOUT_SECONDS, use_for_env_rendezvous
+    from shardscope.runs.launch.rendezvous.gloo import use_one_thread
+    from shardscope.runs.launch.rendezvous.local_store import TIMEOUT_SECONDS, use_for_env_rendezvous
 
     # Before the group exists: it changes the class of gloo groups that torch creates.
     use_one_thread()

@@ -41,11 +41,11 @@ from shardscope.runs.backends.slurm_job import describe_job_end
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import has_rank_died
 from shardscope.runs.launch.environment import build_launcher_environment
-from shardscope.runs.launch.leftover_processes import LeftoverDetector
 from shardscope.runs.launch.new_secrets import SecretReceiver
-from shardscope.runs.launch.run_end import Outcome, RunEnd
-from shardscope.runs.launch.stop_sequence import StopSequence
-from shardscope.runs.launch.supervisor_process import ReceivedSignals, lock_run
+from shardscope.runs.launch.supervision.leftover_processes import LeftoverDetector
+from shardscope.runs.launch.supervision.run_end import Outcome, RunEnd
+from shardscope.runs.launch.supervision.stop_sequence import StopSequence
+from shardscope.runs.launch.supervision.supervisor_process import ReceivedSignals, lock_run
 from shardscope.runs.stop_request import SAW_STOP
 from shardscope.runs.trackers import TrackerProcess
 from shardscope.runs.watch.periodic_checks import CHECK_SECONDS, PeriodicChecks

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from shardscope.records.folder import NodeFolder
 from shardscope.records.json_files import read_json, write_json
 from shardscope.runs.launch.commands import NUM_SLOTS, PollTable
-from shardscope.runs.launch.local_store import TIMEOUT_SECONDS, RendezvousFiles
+from shardscope.runs.launch.rendezvous.local_store import TIMEOUT_SECONDS, RendezvousFiles
 
 BACKEND = "shardscope-nodes"
 """Name of the rendezvous backend registered with torch elastic."""

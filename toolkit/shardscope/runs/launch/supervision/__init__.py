@@ -1,0 +1,1 @@
+"""Parts of the supervisor: its process, the stop of a run, its end, and what its ranks leave behind."""
