@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from random_plans import plans
 from tests.requirements import examples, thorough
 
@@ -341,6 +342,53 @@ def test_an_unaligned_number_of_tokens_is_reported() -> None:
     finding = find_only(make_plan(seq_len=1001), "width-misses-matrix-units")
     assert finding.severity == "hint" and finding.number == 1001
     assert finding.plan is not None and finding.plan.recipe.seq_len == 1008
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "aligned"),
+    [
+        (ss.Layout.fsdp2(cp=2), {"seq_len": 1000}, 1008),
+        (ss.Layout.fsdp2(cp=4), {"seq_len": 1000, "micro_batch_size": 3, "global_batch_size": 48}, 1024),
+        (ss.Layout.megatron(cp=4), {"seq_len": 1000, "micro_batch_size": 2}, 1008),
+        # Multiples of 2 are enough for the matrix units, multiples of 4 for Megatron-core's halves.
+        (ss.Layout.megatron(cp=2), {"seq_len": 1004, "micro_batch_size": 2}, 1008),
+    ],
+    ids=["fsdp2", "micro-batch 3", "megatron", "halves"],
+)
+def test_tokens_are_aligned_on_each_context_parallel_rank(
+    layout: ss.Layout, recipe: dict[str, Any], aligned: int
+) -> None:
+    finding = find_only(make_plan(layout=layout, **recipe), "width-misses-matrix-units")
+    assert finding.change == f"seq_len={aligned} instead of {recipe['seq_len']}"
+    assert finding.plan is not None and finding.plan.recipe.seq_len == aligned
+    assert find_by_name(finding.plan, "width-misses-matrix-units") is None
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    plan=plans(),
+    more_tokens=st.sampled_from([0, 2, 8, 24]),
+    more_rows=st.sampled_from([0, 3]),
+    wider=st.sampled_from([0, 4]),
+)
+def test_a_fix_changes_the_plan_and_removes_the_width(
+    plan: ss.Plan, more_tokens: int, more_rows: int, wider: int
+) -> None:
+    arch, recipe = plan.architecture, plan.recipe
+    arch = replace(
+        arch, vocab_size=arch.vocab_size + more_rows, intermediate_size=arch.intermediate_size + wider
+    )
+    try:
+        plan = replace(plan, architecture=arch, recipe=replace(recipe, seq_len=recipe.seq_len + more_tokens))
+    except ValueError:  # A layout may not divide these widths.
+        return
+    for finding in plan.findings():
+        assert finding.plan != plan, finding
+        if finding.name != "width-misses-matrix-units" or finding.plan is None:
+            continue
+        after = find_by_name(finding.plan, finding.name)
+        width, _, _ = finding.why.partition(" on one rank")
+        assert after is None or (width not in after.why and " too)" in finding.why), (finding, after)
 
 
 def test_a_width_too_small_for_tp_is_reported() -> None:
