@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -565,7 +566,7 @@ def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     ("layout", "ranks"),
     [
         (ss.Layout.zero(stage=3), 16),
-        (ss.Layout.zero(stage=1, tp=2), 8),
+        (ss.Layout.zero(stage=2, tp=2), 8),
         (ss.Layout.megatron(tp=4, pp=2), None),
         (ss.Layout.megatron(), None),
         (ss.Layout.fsdp2(), None),
@@ -592,6 +593,39 @@ def test_the_fix_of_a_tied_checkpoint_keeps_offload() -> None:
     finding = find_only(plan, "checkpoint-tied-to-ranks")
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
     assert getattr(finding.plan.layout, "offload", None) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "layout", "cost"),
+    [
+        ("llama-3.2-1b", "2x8xh100-sxm-80gb", ss.Layout.zero(stage=3), ""),
+        ("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.zero(stage=1), "3 % slower"),
+        ("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.zero(stage=2), "12 % faster"),
+        # FSDP2's defaults take 41 % longer.
+        ("llama-3.2-1b", "8xl40s-48gb", ss.Layout.zero(stage=2), "6 % slower"),
+    ],
+    ids=["no noticeable cost", "slower", "faster", "weights kept"],
+)
+def test_the_fix_of_a_tied_checkpoint_states_its_cost(
+    model: str, cluster: str, layout: ss.Layout, cost: str
+) -> None:
+    plan = make_plan(model, cluster, layout)
+    finding = find_only(plan, "checkpoint-tied-to-ranks")
+    assert finding.plan is not None and finding.plan.step().seconds < 1.1 * plan.step().seconds
+    assert re.findall(r"\d+ % \w+", finding.change) == ([cost] if cost else [])
+    kept = finding.plan.layout.reshard_after_forward is False  # type: ignore[attr-defined]
+    assert kept == ("weights kept" in finding.change)
+
+
+def test_a_much_slower_plan_is_no_fix_of_a_tied_checkpoint() -> None:
+    """FSDP2 would gather the frozen base over the link between nodes, which ZeRO-1 never does."""
+    recipe = {"method": "lora", "precision": "bf16", "global_batch_size": 64}
+    plan = make_plan("llama-3.1-8b", "2x1xh100-sxm-80gb", ss.Layout.zero(stage=1), **recipe)
+    finding = find_only(plan, "checkpoint-tied-to-ranks")
+    assert finding.plan is None and "ds_to_universal" in finding.change
+    other = finding.run_search()
+    assert other.plan is not None and find_by_name(other.plan, "checkpoint-tied-to-ranks") is None
+    assert other.plan.step().seconds < 1.02 * plan.step().seconds and other.change.startswith("DDP instead")
 
 
 def test_every_framework_has_defaults() -> None:
