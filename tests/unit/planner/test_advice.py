@@ -14,7 +14,7 @@ from tests.requirements import THOROUGH, examples, sample, thorough
 import shardscope as ss
 from shardscope.catalog import links
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.planner.advice.advice import Advice, recommend
+from shardscope.planner.advice.advice import Advice, Turn, recommend
 from shardscope.planner.advice.plan_evaluator import LARGEST_MICRO_BATCH, PAYS
 from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.single_changes import OFFLOADS
@@ -247,6 +247,90 @@ def test_cpu_ranks_have_no_predicted_time() -> None:
     assert "CPU rank" in advice.path[1].question
     assert "No time is predicted" in advice.why or "Predicted" in advice.why
     assert not any("host memory" in turn.question for turn in advice.path), "their memory is the host's"
+
+
+# ------------------------------------------------------------- batches and GPUs that divide unevenly
+
+
+def get_any_layout(advice: Advice) -> Turn:
+    (turn,) = [turn for turn in advice.path if "any other layout" in turn.question]
+    return turn
+
+
+AWKWARD: list[tuple[str, str, dict[str, Any]]] = [
+    ("phi-2", "12xl40s-48gb", {"seq_len": 2048, "global_batch_size": 128}),
+    ("qwen3-8b", "5x4xa10g-24gb", {"global_batch_size": 64}),
+    ("llama-3.2-1b", "5x4xa10g-24gb", {"precision": "bf16", "seq_len": 8192, "global_batch_size": 24}),
+    ("gpt2", "13xh100-sxm-80gb", {"seq_len": 1024, "global_batch_size": 64}),
+    ("gpt2-xl", "7x4xrtx-4090-24gb", {"seq_len": 1024, "global_batch_size": 1}),
+    ("phi-2", "5xh100-sxm-80gb", {"seq_len": 2048, "global_batch_size": 24, "precision": "bf16"}),
+    ("gemma-2-9b", "3x1xl40s-48gb", {"seq_len": 2048, "global_batch_size": 5}),
+    ("llama-3.1-8b", "7x13xl40s-48gb", {"global_batch_size": 1}),
+    ("llama-3.1-70b", "2xl40s-48gb", {"global_batch_size": 5}),
+    ("llama-3.2-1b", "6xl40s-48gb", {"global_batch_size": 96}),
+    ("mixtral-8x7b", "2x3xl40s-48gb", {"seq_len": 2048, "global_batch_size": 64}),
+]
+
+
+@sample(4)
+@pytest.mark.parametrize(("model", "cluster", "recipe"), AWKWARD)
+def test_advice_has_a_plan_exactly_if_the_search_has_one(
+    model: str, cluster: str, recipe: dict[str, Any]
+) -> None:
+    advice = recommend_plan(model, cluster, **recipe)
+    ranking = ss.search(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe))
+    # The chunked loss is the same training, another batch is not.
+    other = ranking.alternative
+    chunked = other is not None and other.recipe.global_batch_size == recipe["global_batch_size"]
+    is_feasible = ranking.num_feasible > 0 or (chunked and other is not None and other.num_feasible > 0)
+    assert (advice.plan is not None) == is_feasible, advice.why
+    if advice.plan is None:
+        # "Can be made" or "fits": as it is for every plan of the search.
+        assert ("can be made" in advice.why) == (ranking.num_evaluated == 0), advice.why
+        assert not any(turn.taken for turn in advice.path[1:])
+        return
+    assert fits(advice.plan, advice.plan.memory())
+    assert advice.plan.recipe.global_batch_size == recipe["global_batch_size"]
+    assert "can be made" not in advice.why and "Start with" in advice.why
+    assert any(turn.taken for turn in advice.path[1:])
+    assert all(plan != advice.plan for plan, _ in advice.alternatives)
+
+
+def test_a_search_answers_where_no_question_does() -> None:
+    """FSDP2's pipelines fit, and Megatron-core, the only framework whose pipelines the questions try, has no
+    phi."""
+    recipe = {"seq_len": 2048, "global_batch_size": 128}
+    advice = recommend_plan("phi-2", "12xl40s-48gb", **recipe)
+    assert advice.plan is not None and advice.plan.degrees.pp == 3 and advice.plan.degrees.tp == 1
+    turn = get_any_layout(advice)
+    assert turn.taken and turn.plan == advice.plan
+    assert "FSDP2 (pp 3), the simplest of the" in turn.answer and "the simplest plan that fits" in advice.why
+    even = recommend_plan("phi-2", "12xl40s-48gb", **{**recipe, "global_batch_size": 132})
+    assert not any("any other layout" in turn.question for turn in even.path)
+
+
+def test_a_more_complex_plan_of_the_search_is_clearly_faster() -> None:
+    recipe = {"seq_len": 2048, "global_batch_size": 24, "precision": "bf16"}
+    advice = recommend_plan("phi-2", "5xh100-sxm-80gb", **recipe)
+    assert advice.plan is not None and advice.plan.degrees.vpp > 1
+    plain = replace(advice.plan, layout=replace(advice.plan.layout, vpp=1))
+    assert advice.plan.step().seconds * PAYS < plain.step().seconds
+    assert "% faster than FSDP2 (pp 5), the simplest of the" in get_any_layout(advice).answer
+    assert "the simplest plan that fits" not in advice.why
+
+
+def test_a_plan_of_the_search_can_be_launched_if_one_can() -> None:
+    recipe = {"precision": "bf16", "seq_len": 8192, "global_batch_size": 24}
+    advice = recommend_plan("llama-3.2-1b", "5x4xa10g-24gb", **recipe)
+    assert advice.plan is not None and why_not_trained(advice.plan) is None
+    assert "cannot be launched here" in get_any_layout(advice).answer
+
+
+def test_without_a_search_only_the_layouts_tried_are_ruled_out() -> None:
+    cluster = ss.Cluster.parse("12xl40s-48gb")
+    blind = replace(cluster, gpu=replace(cluster.gpu, name="unheard-of", peak_flops={}))
+    advice = recommend(ss.models["phi-2"], blind, ss.Recipe(seq_len=2048, global_batch_size=128))
+    assert advice.plan is None and advice.why.startswith("None of the layouts tried")
 
 
 # ------------------------------------------------------------------------------------- nothing fits

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from random_plans import plans
 from tests.requirements import examples, thorough
 
@@ -343,6 +345,53 @@ def test_an_unaligned_number_of_tokens_is_reported() -> None:
     assert finding.plan is not None and finding.plan.recipe.seq_len == 1008
 
 
+@pytest.mark.parametrize(
+    ("layout", "recipe", "aligned"),
+    [
+        (ss.Layout.fsdp2(cp=2), {"seq_len": 1000}, 1008),
+        (ss.Layout.fsdp2(cp=4), {"seq_len": 1000, "micro_batch_size": 3, "global_batch_size": 48}, 1024),
+        (ss.Layout.megatron(cp=4), {"seq_len": 1000, "micro_batch_size": 2}, 1008),
+        # Multiples of 2 are enough for the matrix units, multiples of 4 for Megatron-core's halves.
+        (ss.Layout.megatron(cp=2), {"seq_len": 1004, "micro_batch_size": 2}, 1008),
+    ],
+    ids=["fsdp2", "micro-batch 3", "megatron", "halves"],
+)
+def test_tokens_are_aligned_on_each_context_parallel_rank(
+    layout: ss.Layout, recipe: dict[str, Any], aligned: int
+) -> None:
+    finding = find_only(make_plan(layout=layout, **recipe), "width-misses-matrix-units")
+    assert finding.change == f"seq_len={aligned} instead of {recipe['seq_len']}"
+    assert finding.plan is not None and finding.plan.recipe.seq_len == aligned
+    assert find_by_name(finding.plan, "width-misses-matrix-units") is None
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    plan=plans(),
+    more_tokens=st.sampled_from([0, 2, 8, 24]),
+    more_rows=st.sampled_from([0, 3]),
+    wider=st.sampled_from([0, 4]),
+)
+def test_a_fix_changes_the_plan_and_removes_the_width(
+    plan: ss.Plan, more_tokens: int, more_rows: int, wider: int
+) -> None:
+    arch, recipe = plan.architecture, plan.recipe
+    arch = replace(
+        arch, vocab_size=arch.vocab_size + more_rows, intermediate_size=arch.intermediate_size + wider
+    )
+    try:
+        plan = replace(plan, architecture=arch, recipe=replace(recipe, seq_len=recipe.seq_len + more_tokens))
+    except ValueError:  # A layout may not divide these widths.
+        return
+    for finding in plan.findings():
+        assert finding.plan != plan, finding
+        if finding.name != "width-misses-matrix-units" or finding.plan is None:
+            continue
+        after = find_by_name(finding.plan, finding.name)
+        width, _, _ = finding.why.partition(" on one rank")
+        assert after is None or (width not in after.why and " too)" in finding.why), (finding, after)
+
+
 def test_a_width_too_small_for_tp_is_reported() -> None:
     arch = replace(ss.models["llama-3.1-8b"], intermediate_size=14_368)
     plan = ss.Plan(arch, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=8))
@@ -517,7 +566,7 @@ def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     ("layout", "ranks"),
     [
         (ss.Layout.zero(stage=3), 16),
-        (ss.Layout.zero(stage=1, tp=2), 8),
+        (ss.Layout.zero(stage=2, tp=2), 8),
         (ss.Layout.megatron(tp=4, pp=2), None),
         (ss.Layout.megatron(), None),
         (ss.Layout.fsdp2(), None),
@@ -544,6 +593,39 @@ def test_the_fix_of_a_tied_checkpoint_keeps_offload() -> None:
     finding = find_only(plan, "checkpoint-tied-to-ranks")
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
     assert getattr(finding.plan.layout, "offload", None) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "layout", "cost"),
+    [
+        ("llama-3.2-1b", "2x8xh100-sxm-80gb", ss.Layout.zero(stage=3), ""),
+        ("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.zero(stage=1), "3 % slower"),
+        ("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.zero(stage=2), "12 % faster"),
+        # FSDP2's defaults take 41 % longer.
+        ("llama-3.2-1b", "8xl40s-48gb", ss.Layout.zero(stage=2), "6 % slower"),
+    ],
+    ids=["no noticeable cost", "slower", "faster", "weights kept"],
+)
+def test_the_fix_of_a_tied_checkpoint_states_its_cost(
+    model: str, cluster: str, layout: ss.Layout, cost: str
+) -> None:
+    plan = make_plan(model, cluster, layout)
+    finding = find_only(plan, "checkpoint-tied-to-ranks")
+    assert finding.plan is not None and finding.plan.step().seconds < 1.1 * plan.step().seconds
+    assert re.findall(r"\d+ % \w+", finding.change) == ([cost] if cost else [])
+    kept = finding.plan.layout.reshard_after_forward is False  # type: ignore[attr-defined]
+    assert kept == ("weights kept" in finding.change)
+
+
+def test_a_much_slower_plan_is_no_fix_of_a_tied_checkpoint() -> None:
+    """FSDP2 would gather the frozen base over the link between nodes, which ZeRO-1 never does."""
+    recipe = {"method": "lora", "precision": "bf16", "global_batch_size": 64}
+    plan = make_plan("llama-3.1-8b", "2x1xh100-sxm-80gb", ss.Layout.zero(stage=1), **recipe)
+    finding = find_only(plan, "checkpoint-tied-to-ranks")
+    assert finding.plan is None and "ds_to_universal" in finding.change
+    other = finding.run_search()
+    assert other.plan is not None and find_by_name(other.plan, "checkpoint-tied-to-ranks") is None
+    assert other.plan.step().seconds < 1.02 * plan.step().seconds and other.change.startswith("DDP instead")
 
 
 def test_every_framework_has_defaults() -> None:

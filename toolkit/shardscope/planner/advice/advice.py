@@ -2,7 +2,7 @@
 
 The simplest plan that fits comes first; a more complex one replaces it only if a clear prediction says so.
 There is one answer: a plan of the search over all layouts replaces it only if it is as simple, faster and
-leaner. At most two alternatives are added.
+leaner, and is the answer where no question leads to a plan. At most two alternatives are added.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ def recommend(
     ``plan.step()``: does everything fit on one GPU at the requested micro-batch (DDP), with a smaller one or
     recomputation, with sharded gradients and optimizer (ZeRO-2), with sharded weights too (FSDP2), with
     tensor or context parallelism inside a node, with offload to the host (ZeRO-3), to NVMe; is the model
-    large enough for Megatron-core, does it have experts, are links slow, is there room left. The first plan
-    that fits is recommended. A later question replaces it only if its plan is predicted to be at least 10 %
-    faster, or needs a tenth less memory and is no slower; where size is the reason (over 70B, hundreds of
-    GPUs, experts), unless its plan is at least 10 % slower.
+    large enough for Megatron-core, does any other layout of a search fit, does the model have experts, are
+    links slow, is there room left. The first plan that fits is recommended. A later question replaces it only
+    if its plan is predicted to be at least 10 % faster, or needs a tenth less memory and is no slower; where
+    size is the reason (over 70B, hundreds of GPUs, experts), unless its plan is at least 10 % slower.
 
     ``familiar_with``: frameworks that the team already uses, of ``ddp``, ``fsdp2``, ``deepspeed``,
     ``megatron`` and ``accelerate``; it decides between frameworks that do the same about as fast. The
@@ -126,9 +126,9 @@ def recommend(
     that the user has on screen; if it fits with room and is as fast within the usual prediction error (10 %),
     the advice is to keep it. A ``current`` for another model, cluster or task is ignored.
 
-    Raises ``ValueError`` for arguments of a wrong type, and for unknown names in ``familiar_with``. If
-    nothing fits, there is no error: :attr:`Advice.plan` is None, and :attr:`Advice.alternatives` has the
-    nearest misses with the missing memory.
+    Raises ``ValueError`` for arguments of a wrong type, and for unknown names in ``familiar_with``. If no
+    plan of a search fits either, there is no error: :attr:`Advice.plan` is None, and
+    :attr:`Advice.alternatives` has the nearest misses with the missing memory.
     """
     # 1. Check the arguments here, so that the error names the argument and not a formula that fails later.
     for name, noun, kind in (
@@ -209,14 +209,16 @@ def _list_questions(cluster: Cluster) -> tuple[Callable[[QuestionPath], None], .
         memory_questions.ask_full_sharding,
         memory_questions.ask_split_inside_a_node,
     )
-    of_size = (size_questions.ask_megatron, size_questions.ask_experts, size_questions.ask_links)
+    across = (size_questions.ask_experts, size_questions.ask_links)
     several = cluster.num_gpus > 1
     return (
         memory_questions.ask_what_trains,
         memory_questions.ask_one_gpu,
         *(spread if several else ()),
         memory_questions.ask_offload,
-        *(of_size if several else ()),
+        *((size_questions.ask_megatron,) if several else ()),
+        memory_questions.ask_any_layout,
+        *(across if several else ()),
         last_questions.ask_room,
         last_questions.ask_plan_on_screen,
         last_questions.ask_dominating_plan,
@@ -301,11 +303,15 @@ def _explain_misfit(path: QuestionPath) -> str:
     # Without a nearest miss no layout was valid at all, so the first refusal is the reason.
     near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]
     model = f"{evaluator.architecture.name} on {evaluator.cluster}"
+    # Only a search has tried all layouts; it has none where a figure of the GPU is not known.
+    is_searched = path.ranking is not None
     if not near:
         refusals = [outcome.refusal for outcome in path.seen.values() if outcome.refusal]
-        return f"No plan of {model} can be made. {refusals[0] if refusals else ''}".strip()
+        nothing = "No plan of" if is_searched else "None of the layouts tried for"
+        return f"{nothing} {model} can be made. {refusals[0] if refusals else ''}".strip()
     nearest = min(near, key=lambda evaluated: evaluated.shortage)
+    nothing = "Nothing" if is_searched else "None of the layouts tried"
     return (
-        f"Nothing fits {model} with this recipe. The nearest is {descriptions.name_plan(nearest.plan)}: "
+        f"{nothing} fits {model} with this recipe. The nearest is {descriptions.name_plan(nearest.plan)}: "
         f"{descriptions.describe_shortage(nearest)}."
     )

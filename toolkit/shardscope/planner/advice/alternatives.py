@@ -65,20 +65,10 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
 def list_near_plans(path: QuestionPath) -> list[tuple[Plan, str]]:
     """Return plans for the case that nothing fits, the best first.
 
-    First with another global batch, then plans of the search that may fit, then plans for another task or
-    more nodes, and last the nearest misses.
+    First with another global batch, then plans for another task or more nodes, and last the nearest misses.
     """
     # The nearest batch that divides may be all that is needed, so it comes first.
     alternatives = try_even_batch(path.evaluator)
-    # The questions try few layouts for each kind of sharding. A search over all of them may still find one.
-    if path.ranking is not None and path.ranking.num_feasible:
-        best = path.ranking.best
-        evaluated = path.evaluator.evaluate_plan(best.layout, best.recipe)
-        if isinstance(evaluated, EvaluatedPlan):
-            may = f"Of {path.ranking.num_evaluated:,} plans of a search one that may fit"
-            alternatives += _describe_if_any(
-                evaluated, path.evaluator, may, descriptions.describe_unknown_memory(evaluated)
-            )
     alternatives += list_plans_without_offload(path)
     return [*alternatives, *list_nearest_misses(path)]
 
@@ -134,15 +124,13 @@ def list_plans_without_offload(path: QuestionPath) -> list[tuple[Plan, str]]:
 
 
 def _describe_if_any(
-    trial: EvaluatedPlan | None, evaluator: PlanEvaluator, words_before: str, words_after: str = ""
+    trial: EvaluatedPlan | None, evaluator: PlanEvaluator, words_before: str
 ) -> list[tuple[Plan, str]]:
     if trial is None:
         return []
     figures = f"{descriptions.describe_needs(trial)}, {descriptions.describe_speed(trial)}"
-    sentence = (
-        f"{words_before}: {descriptions.name_plan(trial.plan, evaluator.recipe)}; {figures}. {words_after}"
-    )
-    return [(trial.plan, sentence.strip())]
+    name = descriptions.name_plan(trial.plan, evaluator.recipe)
+    return [(trial.plan, f"{words_before}: {name}; {figures}.")]
 
 
 def _try_fp16(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> EvaluatedPlan | None:

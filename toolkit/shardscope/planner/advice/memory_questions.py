@@ -1,4 +1,4 @@
-"""The questions about memory: from one GPU that holds everything to state on NVMe."""
+"""The questions about memory: from one GPU that holds everything to state on NVMe, and to any layout."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_count, format_gib
+from shardscope.frameworks.registry import is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice import descriptions, layout_ladder
-from shardscope.planner.advice.plan_evaluator import compute_state_bytes, is_state_too_large
+from shardscope.planner.advice.plan_evaluator import (
+    EvaluatedPlan,
+    Outcome,
+    compute_state_bytes,
+    is_faster,
+    is_state_too_large,
+)
+from shardscope.planner.advice.plans_from_search import find_simplest
 from shardscope.planner.advice.question_path import describe_figures
 
 if TYPE_CHECKING:
     from shardscope.planner.advice.question_path import QuestionPath
+    from shardscope.planner.search.ranking import Ranking
 
 TIGHT_FROM, LARGE_FROM = 25e9, 80e9
 """Parameter counts of the usual range "30B to 70B" (Gemma 27B to Qwen 72B), and of "over 70B"."""
@@ -168,3 +177,58 @@ def ask_offload(path: QuestionPath) -> None:
             "Only with training state on NVMe?",
             "DeepSpeed ZeRO-Infinity: the last resort on few GPUs, for drives are slower still.",
         )
+
+
+ANY_LAYOUT, SIMPLEST = "any_layout", "simplest_layout"
+"""Keys of the plan of a search, and of the simplest one if another is advised."""
+
+
+def ask_any_layout(path: QuestionPath) -> None:
+    """Ask whether any layout of a search fits, if no plan of the other questions does."""
+    if path.current is not None or path.ranking is None:
+        return
+    ranking = path.ranking
+    question = "Does any other layout fit?"
+    why = (
+        "The questions try few layouts of each kind, a search tries all degrees of all frameworks: where "
+        "these GPUs do not divide the batch, fewer data-parallel ranks may."
+    )
+    plans = find_simplest(path.evaluator, ranking, path.familiar)
+    if plans is None:
+        outcome = path.seen[ANY_LAYOUT] = Outcome(None, None, _find_nearest_miss(path, ranking), None)
+        answer = "No: no framework has a layout that runs this recipe here."
+        if ranking.num_evaluated:
+            answer = f"No: none of {ranking.num_evaluated:,} plans of a search fits."
+        path.record_turn("", question, answer, path.describe_needs(outcome), why, outcome.nearest)
+        return
+    simplest, advised = plans
+    if advised.plan != simplest.plan:
+        path.set_current(SIMPLEST, simplest)
+    path.set_current(ANY_LAYOUT, advised)
+    reason = _explain_choice(path, simplest, advised, f"of the {ranking.num_feasible:,} plans that fit")
+    answer = f"Yes: {path.name_plan(advised)}, {reason}."
+    path.record_turn(ANY_LAYOUT, question, answer, describe_figures(advised), why, advised)
+
+
+def _explain_choice(path: QuestionPath, simplest: EvaluatedPlan, advised: EvaluatedPlan, fitting: str) -> str:
+    """Return why ``advised`` is the plan of a search, whose plans that fit are ``fitting``."""
+    if advised.plan == simplest.plan:
+        return f"the simplest {fitting}"
+    if is_faster(advised, simplest):
+        return f"{path.compare_plans(advised, simplest)}, the simplest {fitting}"
+    # The first of what the advised plan has and the simplest lacks.
+    if is_trained(advised.plan) and not is_trained(simplest.plan):
+        reason = "cannot be launched here"
+    elif descriptions.describe_unknown_memory(simplest) and not descriptions.describe_unknown_memory(advised):
+        reason = "needs memory of unknown size"
+    else:
+        reason = "is tight"
+    return f"for the simplest {fitting}, {path.name_plan(simplest)}, {reason}"
+
+
+def _find_nearest_miss(path: QuestionPath, ranking: Ranking) -> EvaluatedPlan | None:
+    if not ranking.misses:
+        return None
+    plan = ranking.plan(ranking.misses[0].index)
+    nearest = path.evaluator.evaluate_plan(plan.layout, plan.recipe)
+    return nearest if isinstance(nearest, EvaluatedPlan) else None

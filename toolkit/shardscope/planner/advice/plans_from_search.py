@@ -1,5 +1,5 @@
-"""Plans from a search besides the recommended one: one that replaces it, and two that are better in one
-respect."""
+"""Plans from a search: the simplest one if no question leads to a plan, one that replaces the recommended
+plan, and two that are better in one respect."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shardscope.planner.advice.plan_evaluator import (
     WORTH_A_SETTING,
     EvaluatedPlan,
     PlanEvaluator,
+    find_fastest,
     is_faster,
 )
 from shardscope.planner.advice.simplicity import (
@@ -60,6 +61,53 @@ def search_all_layouts(evaluator: PlanEvaluator) -> Ranking | None:
     if ranking.num_feasible or other is None or not evaluator.trains_the_same(other.recipe):
         return ranking
     return other
+
+
+def find_simplest(
+    evaluator: PlanEvaluator, ranking: Ranking, familiar: Collection[str]
+) -> tuple[EvaluatedPlan, EvaluatedPlan] | None:
+    """Return the simplest plan of the search that fits, and the plan to advise; None if none fits.
+
+    The advised plan is a more complex one only if that is clearly faster (:data:`PAYS`), as with the
+    questions, or if the simplest is tight, needs memory of unknown size or cannot be launched here.
+    """
+    feasible, is_tight = ranking.is_feasible, _find_tight(ranking)
+    simplest = _climb(evaluator, ranking, np.flatnonzero(feasible), familiar, max_levels=1)
+    if simplest is None:
+        return None
+    for launched in (True, False):
+        for mask in (feasible & ranking.is_room_known, feasible):
+            pools = (np.flatnonzero(mask & ~is_tight), np.flatnonzero(mask & is_tight))
+            plans = [_climb(evaluator, ranking, rows, familiar, launched=launched) for rows in pools]
+            advised = find_fastest(one for one in plans if one is not None)
+            if advised is not None:
+                return simplest, advised
+    return simplest, simplest
+
+
+def _climb(
+    evaluator: PlanEvaluator,
+    ranking: Ranking,
+    rows: NDArray[np.int64],
+    familiar: Collection[str],
+    *,
+    launched: bool = False,
+    max_levels: int | None = None,
+) -> EvaluatedPlan | None:
+    """Return the fastest of the simplest ``rows``, or of more complex ones that are clearly faster; None
+    without rows."""
+    effort, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
+    levels = np.unique(np.stack([effort, settings], axis=1), axis=0)  # From simple to complex.
+    best: EvaluatedPlan | None = None
+    for level_effort, level_settings in levels[:max_levels]:
+        level = rows[(effort == level_effort) & (settings == level_settings)]
+        if best is not None and best.seconds is not None:
+            level = level[ranking.step_seconds[level] * PAYS < best.seconds]
+        if launched:
+            best = _find_first_launched(evaluator, ranking, level) or best
+        elif len(level):
+            best = _try_row(evaluator, ranking, level[np.argmin(ranking.step_seconds[level])]) or best
+    return best
 
 
 def find_better(
@@ -179,9 +227,14 @@ def _list_rows_with_room(ranking: Ranking, advised: EvaluatedPlan) -> NDArray[np
     # Never recommend a plan on the assumption that a node has memory of which nobody gave the size.
     wanted = ranking.is_feasible & ranking.is_room_known
     if not advised.report.is_tight:
-        usable = ranking.cluster.usable_bytes_per_gpu
-        wanted = wanted & (100 * ranking.peak_bytes <= TIGHT_PERCENT * usable)
+        wanted = wanted & ~_find_tight(ranking)
     return np.flatnonzero(wanted)
+
+
+def _find_tight(ranking: Ranking) -> NDArray[np.bool_]:
+    """Return the mask of the plans that are tight (``MemoryReport.is_tight``)."""
+    tight: NDArray[np.bool_] = 100 * ranking.peak_bytes > TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu
+    return tight
 
 
 def _sort_by_simplicity(

@@ -124,7 +124,7 @@ def ask_experts(path: QuestionPath) -> None:
             number += f"; {_describe_waiting(current, 'expert_parallel')} for tokens"
     elif outcome is None or outcome.best is None:
         misfit = path.explain_misfit(outcome).removeprefix("No: ") if outcome else "none was tried."
-        answer = f"Yes, but no plan with expert parallelism fits: {misfit}"
+        answer = f"Yes, but no plan tried with expert parallelism fits: {misfit}"
     else:
         answer = f"Yes, but {descriptions.name_plan(outcome.best.plan, path.evaluator.recipe)} is no faster."
     path.record_turn("", "Does it have experts?", answer, number, why, current, taken=ep > 1)
@@ -148,8 +148,13 @@ def ask_links(path: QuestionPath) -> None:
     if inside < SLOWER * across:
         path.record_turn("", question, "No: degrees may cross nodes.", number, why)
         return
-    answer = f"Yes, {inside / across:.0f} times: no tensor parallelism across nodes"
     degrees = current.plan.degrees if current else None
+    answer = f"Yes, {inside / across:.0f} times: "
+    # A search may have led to it where nothing else divides the batch.
+    crosses = degrees is not None and degrees.tp > cluster.gpus_per_node
+    answer += (
+        "tensor parallelism crosses nodes at that price" if crosses else "no tensor parallelism across nodes"
+    )
     # More than one replica with more than one shard each: HSDP.
     copies = degrees is not None and degrees.replicate > 1 and degrees.shard > 1
     if copies:

@@ -14,7 +14,15 @@ from shardscope.core.number_format import format_count
 from shardscope.frameworks.defaults import CheckpointFormat, CheckpointRequirement
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.lora import find_adapter_targets
-from shardscope.planner.checks.case import Case, replace_plan_fields, replace_task_fields
+from shardscope.planner.advice.descriptions import compare_seconds, name_plan
+from shardscope.planner.checks.case import (
+    NOTICEABLE,
+    Case,
+    evaluate_variants,
+    predict_step,
+    replace_plan_fields,
+    replace_task_fields,
+)
 from shardscope.planner.checks.other_frameworks import (
     find_in_other_framework,
     replace_parts,
@@ -22,7 +30,12 @@ from shardscope.planner.checks.other_frameworks import (
 )
 
 if TYPE_CHECKING:
+    from shardscope.core.finding import PlanChange
     from shardscope.core.plan import Plan
+
+MOST_SLOWER = 1.1
+"""Ratio of step times up to which a plan is offered for its checkpoints alone: the usual error of a
+prediction."""
 
 
 def check_checkpoint_format(case: Case) -> Iterator[Finding]:
@@ -36,25 +49,74 @@ def check_checkpoint_format(case: Case) -> Iterator[Finding]:
     tie_text = " and ".join(requirement.text for requirement in tied)
     # Offer a framework whose format has no requirements. A full search for one takes seconds, so it waits
     # for a click.
-    loose = find_in_other_framework(plan, _is_loose)
+    loose = _find_loose_plan(case)
     yield Finding(
         name="checkpoint-tied-to-ranks",
         severity="hint",
         why=f"{saved.name} loads with its optimizer over exactly {tie_text} ({saved.source}): on other "
         "numbers of GPUs a run cannot go on from it as it is.",
         number=float(tied[0].num_ranks),
-        change=saved.remedy
-        if loose is None
-        else f"{_name_layout(loose, plan)}, which loads over any number of ranks{_format_alternative(saved)}",
+        change=_describe_loose_plan(case, loose),
         plan=loose,
-        search=None if loose else partial(search_other_frameworks, plan, _is_loose),
+        search=None if loose else partial(_search_loose_plan, case),
     )
 
 
+def _find_loose_plan(case: Case) -> Plan | None:
+    """Return the plan with the same sharding in a framework whose checkpoints load over any number of ranks;
+    None if there is none that is about as fast."""
+    same = find_in_other_framework(case.plan, _is_loose)
+    if same is None or _is_worth_it(case, same):
+        return same
+    if "reshard_after_forward" not in same.layout.choices:
+        return None
+    # FSDP2's default gathers weights in forward and backward as ZeRO-3 does, ZeRO-1 and 2 at most once.
+    kept = evaluate_variants(same, [({}, {"reshard_after_forward": False})])
+    return next((variant.plan for variant in kept if _is_worth_it(case, variant.plan)), None)
+
+
+def _search_loose_plan(case: Case) -> PlanChange | None:
+    """Return the best plan of another framework whose checkpoints load over any number of ranks; None if
+    there is none that is about as fast."""
+    change = search_other_frameworks(case.plan, lambda other: _is_loose(other) and _is_worth_it(case, other))
+    if change is None:
+        return None
+    cost = _describe_cost(case, change.plan)
+    return change._replace(changes=(*change.changes, cost)) if cost else change
+
+
+def _describe_loose_plan(case: Case, loose: Plan | None) -> str:
+    saved = _get_format(case.plan)
+    if loose is None:
+        searched = "another framework's plan that is about as fast"
+        return f"{saved.remedy}; or {searched}" if saved.remedy else searched.capitalize()
+    cost = _describe_cost(case, loose)
+    gain = "which loads over any number of ranks" + (f" and is {cost}" if cost else "")
+    return f"{_name_layout(loose, case.plan)}, {gain}{_format_alternative(saved)}"
+
+
+def _is_worth_it(case: Case, other: Plan) -> bool:
+    """Return whether the time that a plan loses is no more than :data:`MOST_SLOWER`, as far as known.
+
+    Resuming over other ranks may never be needed, and a conversion costs minutes once: every step that takes
+    longer for it costs more.
+    """
+    step = predict_step(other)
+    return case.step is None or step is None or step.seconds <= MOST_SLOWER * case.step.seconds
+
+
+def _describe_cost(case: Case, other: Plan) -> str:
+    """Return the change of the step time: ``29 % slower``; empty if it is not known or not noticeable."""
+    step = predict_step(other)
+    if case.step is None or step is None or abs(step.seconds / case.step.seconds - 1) < NOTICEABLE:
+        return ""
+    return compare_seconds(step.seconds, case.step.seconds)
+
+
 def _name_layout(other: Plan, plan: Plan) -> str:
-    """Return the layout's description, and the precision if it differs from ``plan``'s."""
+    """Return the layout's name, and the precision if it differs from ``plan``'s."""
     precision = other.recipe.precision
-    return other.layout.description + (f" in {precision}" if precision != plan.recipe.precision else "")
+    return name_plan(other, other.recipe) + (f" in {precision}" if precision != plan.recipe.precision else "")
 
 
 def _is_loose(plan: Plan) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -161,9 +163,7 @@ def _align_matmul_width(plan: Plan, name: str, multiple: int) -> tuple[str, Plan
     """Return the fix that aligns one width, as text, and its plan; None if that cannot run."""
     # The number of tokens is a recipe's, so it needs no other model.
     if name == TOKENS:
-        length = -(-plan.recipe.seq_len // multiple) * multiple
-        suggestion = f"seq_len={length} instead of {plan.recipe.seq_len}"
-        return suggestion, replace_plan_fields(plan, recipe={"seq_len": length})
+        return _align_num_tokens(plan, multiple)
     # More tokens than the tokenizer has are common practice: the extra rows are never looked up.
     if name == "vocabulary":
         step = ALIGNED * plan.degrees.tp
@@ -175,3 +175,22 @@ def _align_matmul_width(plan: Plan, name: str, multiple: int) -> tuple[str, Plan
         if smaller is not None and not list_widths_on_rank(smaller)[name] % multiple:
             return f"tp={tp} instead of {plan.degrees.tp}", smaller
     return align_width(plan, name, multiple)
+
+
+def _align_num_tokens(plan: Plan, multiple: int) -> tuple[str, Plan | None]:
+    """Return the nearest longer sequence whose tokens on one rank are a multiple of ``multiple``, as text and
+    as a plan; the nearest shorter one if no longer one is valid."""
+    recipe, degrees = plan.recipe, plan.degrees
+    # The tokens of all context-parallel ranks are micro_batch_size * seq_len: the micro-batch contributes its
+    # own factors.
+    together = multiple * degrees.cp
+    step = together // math.gcd(together, recipe.micro_batch_size)
+    longer = (recipe.seq_len // step + 1) * step
+    # Layouts may require a multiple of 2 x cp and of tp as well: among so many steps there is one.
+    reach = 2 * degrees.cp * degrees.tp * step
+    shorter = range(longer - step, max(0, longer - step - reach), -step)
+    for length in itertools.chain(range(longer, longer + reach, step), shorter):
+        fixed = replace_plan_fields(plan, recipe={"seq_len": length})
+        if fixed is not None:
+            return f"seq_len={length} instead of {recipe.seq_len}", fixed
+    return f"A seq_len that is a multiple of {step}", None
