@@ -133,6 +133,15 @@ def test_fewer_micro_batches_than_stages_are_reported() -> None:
     assert find_by_name(enough, "fewer-micro-batches-than-stages") is None
 
 
+def test_interleaved_stages_with_one_micro_batch_wait_for_all_others() -> None:
+    plan = make_plan(
+        "llama-3.1-8b", "4xh100-sxm-80gb", ss.Layout.fsdp2(pp=4, vpp=4), global_batch_size=1, recompute="full"
+    )
+    finding = find_only(plan, "fewer-micro-batches-than-stages")
+    # Three of four stages wait at any time, except during the update.
+    assert finding.severity == "danger" and 60 < finding.number < 75
+
+
 def test_a_smaller_micro_batch_comes_before_a_larger_batch() -> None:
     layout = ss.Layout.megatron(tp=8, pp=8)
     plan = make_plan(

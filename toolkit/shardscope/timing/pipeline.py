@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from shardscope.core.ops import maximum
+
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
@@ -30,11 +32,19 @@ def find_schedule(plan: Plan) -> Schedule | None:
 def compute_bubble_seconds(all_stages: float, slowest: float, vpp: int, micro_batches: int) -> float:
     """Return the slowest stage's bubble: one micro-batch's forward and backward on all other stages.
 
-    Arguments are seconds of all micro-batches of a step. For equal stages, this is (pp - 1) / (vpp x
-    micro-batches) of one stage's own time (Narayanan et al. 2021, section 2.2), with 1F1B as with GPipe;
-    interleaved, a micro-batch waits for 1/vpp of each.
+    Arguments are seconds of all micro-batches of a step, numbers may be arrays of plans. For equal stages,
+    this is (pp - 1) / (vpp x micro-batches) of one stage's own time (Narayanan et al. 2021, section 2.2),
+    with 1F1B as with GPipe; interleaved, a micro-batch waits for 1/vpp of each.
+
+    Interleaved with fewer micro-batches than stages, a stage also waits before each further chunk: the first
+    micro-batch is still on other stages when the stage has finished the last one. With one micro-batch
+    nothing runs at the same time.
     """
-    return (all_stages - slowest) / (vpp * micro_batches)
+    waits = all_stages - slowest
+    # A check of the class, because the comparison of an array gives an array.
+    if vpp.__class__ is not int or vpp > 1:
+        waits = waits + (vpp - 1) * maximum(0.0, all_stages - micro_batches * slowest)
+    return waits / (vpp * micro_batches)
 
 
 class Pass(NamedTuple):

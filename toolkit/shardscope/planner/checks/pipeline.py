@@ -11,25 +11,23 @@ from shardscope.core.layout import list_divisors
 from shardscope.planner.checks.case import Case, Change, evaluate_variants, find_fastest
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.repairs.combined_changes import search_change
+from shardscope.timing.pipeline import compute_bubble_seconds
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 
 def check_pipeline_micro_batches(case: Case) -> Iterator[Finding]:
-    """Report fewer micro-batches than stages.
-
-    Stages idle (pp - 1) / (vpp x micro-batches) of the busy time (Narayanan et al. 2021, section 2.2).
-    """
+    """Report fewer micro-batches than stages, which idle as :func:`compute_bubble_seconds` says."""
     plan = case.plan
     number, stages = plan.num_micro_batches, plan.degrees.pp
     if stages == 1 or number >= stages:
         return
-    # Without a predicted step, the schedule's own formula gives the bubble's ratio to busy time, which is
-    # converted to a share of the whole step.
+    # Without a predicted step, the schedule's own formula gives the bubble's ratio to the busy time of one
+    # of equal stages, which is converted to a share of the whole step.
     share = case.get_share("bubble")
     if case.step is None:
-        ratio = (stages - 1) / (plan.degrees.vpp * number)
+        ratio = compute_bubble_seconds(stages, 1, plan.degrees.vpp, number)
         share = ratio / (1 + ratio)
     # A smaller micro-batch also makes matrix products less efficient, so it counts only if the whole step
     # gets faster.
