@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from calibrations import make_calibration
 from tests.requirements import few
-from tests.unit.trace.trace_events import kernel, launch, load_ranks, operator, step
+from tests.unit.trace.trace_events import all_reduce, kernel, launch, load_ranks, operator, step
 from written_runs import write_run
 
 import shardscope as ss
@@ -30,6 +30,8 @@ from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.static_picture import draw_picture
 from shardscope_widgets.trace import TracePage, TraceView
 from shardscope_widgets.trace.analyses import (
+    describe_collectives,
+    describe_critical_path,
     describe_idle,
     describe_kernels,
     describe_steps,
@@ -230,6 +232,40 @@ def test_a_trace_is_compared_with_that_of_another_run_in_the_folder(tmp_path: Pa
     page = others.describe()
     assert "difference" in page.tables[0] and "the other" in page.tables[0]
     assert page.text == AnalysisPage(sentences=[runs[0].trace().diff(runs[1].trace()).text]).text
+
+
+def test_sums_are_those_of_a_step_and_say_which_rank_decides(tmp_path: Path) -> None:
+    """Rank 1 waits for rank 0 in two steps: what the mean rank would gain, the step would not."""
+    args = {"Collective name": "allreduce", "Group size": 2, "In msg nelems": 8, "Out msg nelems": 8}
+    ranks = {
+        rank: [
+            event
+            for start in (0, 1_000_000)
+            for event in (
+                step(start, start, start + 1_000_000),
+                launch(start, start + 1000, start),
+                kernel(start, start + busy, "gemm", correlation=start),
+                all_reduce(start + busy, start + 1_000_000, correlation=-1, **args),
+            )
+        ]
+        for rank, busy in ((0, 900_000), (1, 500_000))
+    }
+    trace = load_ranks(tmp_path, ranks)
+    collectives = describe_collectives(trace)
+    assert collectives.sentences[0].endswith(
+        "a step would take 900 µs instead of 1.00 ms. It is 300 µs of a step on average over ranks, but only "
+        "100 µs on rank 0, for which the others wait."
+    )
+    path = describe_critical_path(trace)
+    assert "takes 1.00 ms a step, 2.00 ms of 2 steps," in path.sentences[0]
+    for page, column in (
+        (path, "times a step"),
+        (describe_kernels(trace), "calls a step"),
+        (collectives, "calls a step"),
+    ):
+        assert column in page.tables[0] and "per step, " in page.tables[0]
+    (table,) = describe_stragglers(trace).tables
+    assert "chance</th>" in table and "100 %" in table
 
 
 def test_tables_have_no_column_without_words_and_no_share_of_zero_for_some_time() -> None:
