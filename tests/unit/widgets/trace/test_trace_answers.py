@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ from shardscope_widgets.trace.analyses import (
     describe_steps,
     describe_stragglers,
 )
-from shardscope_widgets.trace.analysis_page import AnalysisPage
 from shardscope_widgets.trace.breakdown_figure import PARTS
+from shardscope_widgets.trace.comparison_figure import PlanAgainstTrace
 from shardscope_widgets.trace.difference import OtherRuns
 from shardscope_widgets.trace.findings_list import FindingsList
 from shardscope_widgets.trace.page import TraceAnswers
+from shardscope_widgets.trace.run_names import describe_differences
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 RUNS = FIXTURES / "traces_of_runs"
@@ -222,16 +224,68 @@ def test_a_trace_is_compared_with_that_of_another_run_in_the_folder(tmp_path: Pa
         write_traced_run(tmp_path / name, framework) for name, framework in (("a", "fsdp2"), ("b", "ddp"))
     ]
     others = OtherRuns(runs[0].trace(), runs[0])
-    assert not others.list_names()
+    assert not others.list_options()
     assert "No other run" in others.describe().text
     beside = runs[0].folder.parent / "other"
     shutil.copytree(runs[1].folder, beside)
-    assert list(others.list_names()) == ["other"]
+    # The list and the comparison say what the other run is, and that it is not of the same work.
+    assert list(others.list_options()) == [("other · tiny on 2 CPU ranks, DDP", "other")]
     assert not others.describe().tables
     others.name = "other"
     page = others.describe()
     assert "difference" in page.tables[0] and "the other" in page.tables[0]
-    assert page.text == AnalysisPage(sentences=[runs[0].trace().diff(runs[1].trace()).text]).text
+    settings, difference = page.sentences
+    assert "framework FSDP2 → DDP" in settings and "different models" not in settings
+    assert difference == runs[0].trace().diff(runs[1].trace()).text
+
+
+def test_the_title_names_the_run_of_the_trace(tmp_path: Path) -> None:
+    """The Studio around it may show another plan, and the trace may be an earlier run's."""
+    run = write_traced_run(tmp_path, "ddp")
+    answers = open_page(run)
+    title = re.sub("<[^>]+>", "", answers.title.value)
+    assert re.fullmatch(r"Trace of traced, .*: tiny on 2 CPU ranks with DDP", title)
+    answers.close()
+    answers = create_answers(RUNS / "ddp" / "traces")
+    assert "Trace of <b>ddp</b>: <b>tiny</b>" in answers.title.value
+    answers.close()
+    answers = create_answers(FIXTURES / "trace_2_ranks")
+    assert "Trace of <b>trace_2_ranks</b>: 2 ranks, of no known plan" in answers.title.value
+    page = answers.view.to_html(tmp_path / "page.html").read_text()
+    assert "<h1>Trace of trace_2_ranks: 2 ranks, " in page
+    answers.close()
+
+
+def test_traces_of_different_models_are_compared_with_a_caution() -> None:
+    trace, other = (Trace.load(RUNS / framework) for framework in ("ddp", "fsdp2"))
+    assert trace.plan is not None and other.plan is not None
+    other.plan = replace(
+        other.plan,
+        architecture=replace(other.plan.architecture, name="tiny gpt2-xl"),
+        cluster=ss.Cluster.parse("1xcpu"),
+        layout=ss.Layout.ddp(),
+    )
+    text = describe_differences(trace, other)
+    assert "model tiny → tiny gpt2-xl; 2 CPU ranks → 1 CPU rank." in text
+    assert "Times of different models are of different work." in text
+    other.plan, other.world_size = None, 4
+    assert describe_differences(trace, other) == "This trace is of 2 ranks, the other of 4 ranks."
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [
+        ("2xcpu", "for 2 CPU ranks of this machine: choose them under GPUs, press"),
+        ("8xh100-sxm-80gb", "for 2 CPU ranks: only ss.calibrate() on such a machine"),
+    ],
+)
+def test_a_plan_without_prediction_names_what_would_measure_it(
+    machine: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Time tab has its button for plans of this machine only, whichever plan it shows now."""
+    monkeypatch.setattr(ss.Cluster, "detect", lambda: ss.Cluster.parse(machine))
+    sentences = PlanAgainstTrace(Trace.load(RUNS / "ddp")).describe().sentences
+    assert sentences[0].startswith("No prediction: ") and text in sentences[1]
 
 
 def test_sums_are_those_of_a_step_and_say_which_rank_decides(tmp_path: Path) -> None:
