@@ -910,6 +910,27 @@ def test_question_mark_lists_all_keys(open_view: Any, view: TraceView, width: in
 
 
 @thorough()
+def test_drawing_is_as_high_as_its_content(open_view: Any, view: TraceView) -> None:
+    """Two folded ranks left an empty canvas below them, and the hint a box of the height of details."""
+    with open_view(view, width=836) as page:
+        stage, details = page.locator(".ss-trace-stage"), page.locator(".ss-trace-details")
+        unfolded = stage.bounding_box()["height"]
+        for rank in (0, 1):
+            page.get_by_role("button", name=f"rank {rank}").click()
+        settle(page)
+        folded = stage.bounding_box()["height"]
+        assert folded < unfolded <= view.height and folded < 160
+        assert page.locator("canvas").bounding_box()["height"] == pytest.approx(folded, abs=3)
+        page.locator(".ss-trace-help-button").click()
+        assert stage.bounding_box()["height"] == view.height, "the sheet of keys has room"
+        page.get_by_role("button", name="Close").click()
+        assert stage.bounding_box()["height"] == folded
+        assert details.bounding_box()["height"] < 80
+        # The Studio's page is this wide in a window of 1,600 pixels.
+        count = page.locator(".ss-trace-count")
+        assert count.evaluate("each => each.scrollWidth <= each.clientWidth")
+
+
 def test_buttons_and_n_visit_the_matches(open_view: Any, view: TraceView) -> None:
     with open_view(view) as page:
         expect(page.locator(".ss-trace-next")).to_be_disabled()

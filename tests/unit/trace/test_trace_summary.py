@@ -102,6 +102,47 @@ def test_causes_have_numbers_and_an_interval(tmp_path: Path) -> None:
     assert any(text.startswith("Stragglers: none") for text in texts)
 
 
+def make_uneven_run() -> dict[int, Events]:
+    """Two ranks, whose first step takes 1000 µs: rank 1 computes for 300 µs and then waits for rank 0."""
+    return {
+        rank: [
+            *make_step(0, 0, gemm=700 if rank == 0 else 300, exposed=200 if rank == 0 else 600),
+            *make_step(1, 1000),
+        ]
+        for rank in range(2)
+    }
+
+
+def test_numbers_of_one_thing_are_equal_and_differing_ranks_are_named(tmp_path: Path) -> None:
+    """A step's seconds are the slowest rank's everywhere; what ranks have on average has its range."""
+    ranks = make_uneven_run()
+    # Rank 1 begins late: its steps are shorter.
+    ranks[1] = [event for event in ranks[1] if not event["name"].startswith("Profiler")]
+    ranks[1] += [step(0, 100, 1000), step(1, 1000, 1800)]
+    trace = load(tmp_path, ranks)
+    summary, calls = trace.summary(), trace.collectives()
+    (axis,) = {row["axis"] for row in calls}
+    now = format_seconds(calls.what_if(axis).seconds)
+    assert summary.sentences[0].startswith(f"2 ranks, 2 steps of {now};") and now == "900 µs"
+    assert trace.diff(trace).text.startswith(f"A step takes {now} here and {now} in the other trace")
+    (exposed,) = [text for text in summary.sentences if text.startswith("Exposed")]
+    assert "300 µs (33 %) of a step (mean of 2 ranks, 200 µs to 400 µs), in 1 call" in exposed
+    kernels = next(text for text in summary.sentences if text.startswith("Matmul"))
+    assert ", 1 call a step of " in kernels
+
+
+def test_a_late_rank_that_may_be_chance_is_explained(tmp_path: Path) -> None:
+    trace = load(tmp_path, make_uneven_run())
+    stragglers = trace.stragglers()
+    assert not any(row["is_straggler"] for row in stragglers)
+    assert "Rank 0 arrives 200 µs a step after the others (22 % of the step), but at 2 collectives" in (
+        stragglers.text
+    )
+    assert "as late by chance in 100 % of recordings" in stragglers.text
+    even = load(tmp_path / "even", make_run()).stragglers()
+    assert even.text.startswith("Stragglers: none. At 6 collectives no rank is later than the others by 1 %")
+
+
 def test_summary_of_a_run_suggests_a_changed_plan(tmp_path: Path) -> None:
     trace = load(tmp_path, make_run())
     trace.plan, trace.trains_the_plan = PLAN, True

@@ -114,6 +114,8 @@ class Trace:
         """Process groups of each rank by name, as far as the files know them."""
         self.world_size = max([document.world_size or 0 for document in documents] + [len(ranks)])
         """Ranks of the job, of which some may not be in the folder."""
+        self.name = ""
+        """Name of the run that the trace belongs to, or of the file or folder that was loaded."""
         self.plan: Plan | None = None
         """The plan of the run that the trace belongs to; None if it is not in a run's folder."""
         self.trains_the_plan = False
@@ -171,7 +173,7 @@ class Trace:
         check_align(align)
         ranks, notes = read_ranks(source, progress, cache=cache)
         trace = cls(ranks, notes, align_ranks(ranks, align, notes))
-        trace.plan, trace.trains_the_plan = _find_plan(source)
+        trace.name, trace.plan, trace.trains_the_plan = _find_run(source)
         return trace
 
     def select_ranks(self, ranks: Iterable[int]) -> Trace:
@@ -186,11 +188,8 @@ class Trace:
             )
         chosen = self._columns.select(numbers)
         trace = Trace(*chosen, self._columns.origin_ns)
-        trace.world_size, trace.plan, trace.trains_the_plan = (
-            self.world_size,
-            self.plan,
-            self.trains_the_plan,
-        )
+        trace.world_size, trace.name = self.world_size, self.name
+        trace.plan, trace.trains_the_plan = self.plan, self.trains_the_plan
         return trace
 
     def release(self) -> None:
@@ -522,24 +521,25 @@ def _find_device_names(known: dict[int, dict[int, str]], tracks: list[Track]) ->
     return names
 
 
-def _find_plan(source: object) -> tuple[Plan | None, bool]:
-    """Return the plan of the run that ``source`` belongs to, and whether it trained the plan's model.
+def _find_run(source: object) -> tuple[str, Plan | None, bool]:
+    """Return name and plan of the run that ``source`` belongs to, and whether it trained the plan's model.
 
-    None without a readable ``run.json``.
+    Without a readable ``run.json`` the name is that of the file or folder, and the plan None.
     """
     from shardscope.core.plan import Plan
 
     folder = getattr(source, "folder", source)
     if not isinstance(folder, str | os.PathLike):
-        return None, False
-    path = Path(folder)
+        return "", None, False
+    path = Path(folder).absolute()
     # A run's folder, its "traces", or one file in there.
     for candidate in (path, path.parent, path.parent.parent):
         record = read_json(candidate / "run.json")
         if record is None:
             continue
         try:
-            return Plan.from_json(json.dumps(record.get("plan"))), record.get("trains_the_plan") is True
+            plan = Plan.from_json(json.dumps(record.get("plan")))
         except ValueError:
-            return None, False  # of an older version, or damaged
-    return None, False
+            return candidate.name, None, False  # of an older version, or damaged
+        return candidate.name, plan, record.get("trains_the_plan") is True
+    return path.name, None, False

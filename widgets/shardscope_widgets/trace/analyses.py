@@ -9,7 +9,9 @@ from shardscope.core.number_format import format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.collectives import KINDS as COLLECTIVE_KINDS
+from shardscope.trace.analysis.collectives import Collectives, list_step_seconds
 from shardscope.trace.analysis.critical_path import CriticalPath
+from shardscope.trace.analysis.stragglers import SIGNIFICANCE, format_chance
 from shardscope_widgets.kit.numbers import Scale, format_three_digits
 from shardscope_widgets.trace.analysis_page import (
     MAX_ROWS,
@@ -31,6 +33,16 @@ NO_GPU = "This is a trace of CPU ranks"
 def has_gpu_work(trace: Trace) -> bool:
     """Return whether the work of a GPU was recorded."""
     return any(rank.on_gpu for rank in trace.activity.ranks)
+
+
+def has_steps(trace: Trace) -> bool:
+    """Return whether the steps of a rank are marked."""
+    return any(rank.steps for rank in trace.activity.ranks)
+
+
+def name_total(trace: Trace) -> str:
+    """Return the heading of sums: those of a step, or of the whole recording if no steps are marked."""
+    return "per step" if has_steps(trace) else "total"
 
 
 def describe_steps(trace: Trace) -> AnalysisPage:
@@ -102,10 +114,11 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
     for number, row in enumerate(kernels):
         names[row["name"], row["kind"]].append(number)
         kinds[row["kind"]] += row["total_seconds"]
-    num_ranks = max(len(trace.ranks), 1)
+    # Sums over ranks and steps become those of one rank's step.
+    num_parts = max(len(trace.ranks), 1) * trace.activity.num_steps
     groups = [(key, [kernels[number] for number in numbers]) for key, numbers in names.items()]
     groups.sort(key=lambda group: -sum(row["total_seconds"] for row in group[1]))
-    scale = Scale.for_seconds(sum(row["total_seconds"] for row in groups[0][1]) / num_ranks)
+    scale = Scale.for_seconds(sum(row["total_seconds"] for row in groups[0][1]) / num_parts)
     shown = [row for _, group in groups[:MAX_ROWS] for row in group]
     has_flops = any(row["tflops"] is not None for row in shown)
     has_bytes = any(row["bytes_per_second"] is not None for row in shown)
@@ -121,8 +134,11 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
     headings = [
         Heading("kernel" if on_gpu else "operator"),
         Heading("class", is_text=True),
-        Heading("calls", "calls of one rank"),
-        Heading(f"total, {scale.unit}", "mean over ranks" + ("" if on_gpu else ", without what it calls")),
+        Heading("calls a step" if has_steps(trace) else "calls", "calls of one rank"),
+        Heading(
+            f"{name_total(trace)}, {scale.unit}",
+            "mean over ranks" + ("" if on_gpu else ", without what it calls"),
+        ),
         Heading("mean"),
         Heading("share", "share of all kernel time"),
     ]
@@ -139,8 +155,8 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
         cells = [
             name,
             _name_kind(kind),
-            f"{calls / num_ranks:,.0f}" if calls >= num_ranks else "< 1",
-            scale.format(seconds / num_ranks),
+            _format_calls(calls / num_parts),
+            scale.format(seconds / num_parts),
             format_seconds(seconds / max(calls, 1)),
             _format_share(seconds / total if total else 0.0),
         ]
@@ -214,7 +230,7 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
             Row(
                 (
                     _name_kind(row["kind"]) + (f" of {row['axis']}" if row["axis"] else ""),
-                    f"{row['num_calls']:,.0f}" if row["num_calls"] >= 10 else f"{row['num_calls']:.3g}",
+                    _format_calls(row["num_calls"]),
                     _format_bytes(sum(sizes) / len(sizes)) if sizes else NONE,
                     scale.format(row["seconds"]),
                     NONE if row["skew_seconds"] is None else scale.format(row["skew_seconds"]),
@@ -227,16 +243,16 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
         )
     headings = (
         Heading("collective"),
-        Heading("calls a step"),
+        Heading("calls a step" if has_steps(trace) else "calls"),
         Heading("mean size"),
-        Heading(f"total, {scale.unit}", "of one step, mean over ranks"),
-        Heading("waiting", "time before the last rank arrived"),
+        Heading(f"{name_total(trace)}, {scale.unit}", "mean over ranks"),
+        Heading("waiting", "time before the last rank arrived, mean over ranks"),
         Heading("transfer", "the shortest duration of all ranks"),
-        Heading("exposed", "time during which the rank computes nothing"),
+        Heading("exposed", "time during which the rank computes nothing, mean over ranks"),
         Heading("bus GB/s", "median; compares with the speed of a link"),
     )
     sentences = [
-        collectives.what_if(axis).text
+        _describe_what_if(trace, collectives, axis)
         for axis in dict.fromkeys(row["axis"] for row in rows if row["exposed_seconds"] > 0)
     ]
     if all(row["transfer_seconds"] is None for row in rows):
@@ -248,18 +264,38 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
     )
 
 
+def _describe_what_if(trace: Trace, collectives: Collectives, axis: str) -> str:
+    """Return the step without an axis's communication, and which rank decides it if ranks differ."""
+    text = collectives.what_if(axis).text
+    steps = list_step_seconds(trace)
+    gains = dict.fromkeys(steps, 0.0)
+    for row in collectives:
+        if row["axis"] == axis:
+            gains[row["rank"]] += row["exposed_seconds"] / steps[row["rank"]][1]
+    # A rank that the others wait for has little exposed communication, and no step is shorter than its own.
+    slowest = max(steps, key=lambda rank: steps[rank][0] - gains[rank])
+    mean = sum(gains.values()) / len(gains)
+    if gains[slowest] > 0.9 * mean:
+        return text
+    return (
+        f"{text} It is {format_seconds(mean)} of a step on average over ranks, but only "
+        f"{format_seconds(gains[slowest])} on rank {slowest}, for which the others wait."
+    )
+
+
 def describe_idle(trace: Trace) -> AnalysisPage:
     """Return idle time by cause and rank, most first, and the launch delays of GPU streams."""
     idle = sorted((row for row in trace.idle() if row["seconds"] > 0), key=lambda row: -row["seconds"])
     if not idle:
         return AnalysisPage(sentences=["No rank was idle during the recording."])
-    scale = Scale.for_seconds(idle[0]["seconds"])
+    counts = {rank: num_steps for rank, (_, num_steps) in list_step_seconds(trace).items()}
+    scale = Scale.for_seconds(max(row["seconds"] / counts[row["rank"]] for row in idle))
     writer = TableWriter()
     rows = [
         Row(
             (
                 f"{row['cause']}, rank {row['rank']}",
-                scale.format(row["seconds"]),
+                scale.format(row["seconds"] / counts[row["rank"]]),
                 _format_share(row["share"]),
                 format_seconds(row["end_seconds"] - row["start_seconds"]),
             ),
@@ -269,7 +305,7 @@ def describe_idle(trace: Trace) -> AnalysisPage:
     ]
     headings = (
         Heading("idle time"),
-        Heading(f"total, {scale.unit}"),
+        Heading(f"{name_total(trace)}, {scale.unit}"),
         Heading("share", "share of the rank's recording"),
         Heading("longest gap"),
     )
@@ -323,7 +359,11 @@ def describe_stragglers(trace: Trace) -> AnalysisPage:
     headings = [
         Heading("rank"),
         Heading(f"late per step, {scale.unit}", "after the median of the other ranks"),
-        Heading("p", "probability that any of equally fast ranks would be as late"),
+        Heading(
+            "chance",
+            "probability that one of equally fast ranks would be as late at these collectives; that of a "
+            f"straggler is {format_chance(SIGNIFICANCE)} or less",
+        ),
     ]
     has_stragglers = any(row["is_straggler"] for row in rows)
     if has_stragglers:
@@ -333,7 +373,7 @@ def describe_stragglers(trace: Trace) -> AnalysisPage:
         cells = [
             f"rank {row['rank']}",
             scale.format(row["late_seconds"]),
-            NONE if row["p_value"] is None else f"{row['p_value']:.2g}",
+            NONE if row["p_value"] is None else format_chance(row["p_value"]),
         ]
         if has_stragglers:
             cells.append("straggler" if row["is_straggler"] else "")
@@ -349,9 +389,12 @@ def describe_critical_path(trace: Trace) -> AnalysisPage:
     shares = ", ".join(f"{row['kind']} {_format_share(row['share'])}" for row in path.sum_by_kind())
     num_ranks = len({row["rank"] for row in path})
     across = f" across {num_ranks:,} ranks" if num_ranks > 1 else ""
+    num_steps = trace.activity.num_steps
+    of_step = f"{format_seconds(path.seconds / num_steps)} a step, " if num_steps > 1 else ""
+    of_steps = f" of {num_steps:,} steps" if num_steps > 1 else ""
     sentence = (
-        f"The chain of work and waits that ends last: {format_seconds(path.seconds)} in {len(path):,} "
-        f"parts{across}; {shares}. Only what is on it makes the step shorter."
+        f"The chain of work and waits that ends last takes {of_step}{format_seconds(path.seconds)}"
+        f"{of_steps}, in {len(path):,} parts{across}; {shares}. Only what is on it makes a step shorter."
     )
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for number, row in enumerate(path):
@@ -361,7 +404,7 @@ def describe_critical_path(trace: Trace) -> AnalysisPage:
         for (name, kind), numbers in groups.items()
     ]
     totals.sort(key=lambda total: -total[2])
-    scale = Scale.for_seconds(totals[0][2])
+    scale = Scale.for_seconds(totals[0][2] / num_steps)
     writer = TableWriter()
     rows = []
     for (name, kind), numbers, seconds in totals:
@@ -372,8 +415,8 @@ def describe_critical_path(trace: Trace) -> AnalysisPage:
                 (
                     name,
                     kind,
-                    f"{len(numbers):,}",
-                    scale.format(seconds),
+                    _format_calls(len(numbers) / num_steps),
+                    scale.format(seconds / num_steps),
                     _format_share(seconds / path.seconds if path.seconds else 0.0),
                     format_seconds(longest["seconds"]),
                 ),
@@ -383,8 +426,8 @@ def describe_critical_path(trace: Trace) -> AnalysisPage:
     headings = (
         Heading("part of the path"),
         Heading("kind", is_text=True),
-        Heading("times"),
-        Heading(f"total, {scale.unit}"),
+        Heading("times a step" if has_steps(trace) else "times"),
+        Heading(f"{name_total(trace)}, {scale.unit}"),
         Heading("share", "share of the path"),
         Heading("longest"),
     )
@@ -406,29 +449,30 @@ def describe_modules(trace: Trace) -> AnalysisPage:
                 "run.profile(stacks=True), or torch.profiler's with_stack=True."
             ]
         )
-    num_ranks = len(trace.ranks)
+    num_parts = len(trace.ranks) * trace.activity.num_steps
     totals: dict[str, list[float]] = {}
     for row in modules:
         total = totals.setdefault(row["module"], [0.0, 0.0, 0.0, 0.0])
         values = (row["num_calls"], row["forward_seconds"], row["backward_seconds"], row["host_seconds"])
         for position, value in enumerate(values):
-            total[position] += value / num_ranks
+            total[position] += value / num_parts
     ordered = sorted(totals.items(), key=lambda item: (-item[1][1] - item[1][2], -item[1][3]))
     scale = Scale.for_seconds(max(max(values[1:]) for values in totals.values()))
     work = "kernels" if has_gpu_work(trace) else "operators"
     writer = TableWriter()
     rows = [
-        Row((name, f"{calls:,.0f}", scale.format(forward), scale.format(backward), scale.format(host)))
+        Row((name, _format_calls(calls), scale.format(forward), scale.format(backward), scale.format(host)))
         for name, (calls, forward, backward, host) in ordered
     ]
     headings = (
         Heading("module"),
-        Heading("calls"),
+        Heading("calls a step" if has_steps(trace) else "calls"),
         Heading(f"forward, {scale.unit}", f"{work} launched in its forward, modules inside left out"),
         Heading("backward", f"{work} of the backward of those operators"),
         Heading("on the CPU", "duration of its calls, with the modules inside"),
     )
-    sentence = f"Time of the {work} of each module, without the modules inside; mean over ranks."
+    whole = "a step" if has_steps(trace) else "the recording"
+    sentence = f"Time of the {work} of each module in {whole}, without the modules inside; mean over ranks."
     return AnalysisPage(sentences=[sentence], tables=[writer.write(headings, rows)])
 
 
@@ -447,6 +491,11 @@ def _compute_mean(values: Sequence[float | None], weights: Iterable[float]) -> f
 
 def _name_kind(kind: str) -> str:
     return "unclassified" if kind == "other" else kind.replace("_", "-")
+
+
+def _format_calls(number: float) -> str:
+    """Return a number of calls, which is a fraction if it is a mean over steps and ranks."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.3g}"
 
 
 def _format_share(share: float) -> str:

@@ -101,7 +101,7 @@ class AnalysisPanel(widgets.VBox):
         self.other_run = controls.create_dropdown(
             options=[("choose a run", None)],
             tooltip="The run to compare this trace with",
-            layout=widgets.Layout(display="none", width="min(100%, 320px)"),
+            layout=widgets.Layout(display="none", width="min(100%, 640px)"),
         )
         self.other_run.observe(self._choose_other, "value")
         self._buttons = (self.path_button, self.rates_button, self.other_run)
@@ -129,12 +129,13 @@ class AnalysisPanel(widgets.VBox):
 
     def _offer_others(self) -> None:
         """Offer the runs that have a trace by now; the chosen one stays chosen."""
-        names = self._others.list_names()
-        options = [("choose a run", None), *((name, name) for name in names)]
+        runs = self._others.list_options()
+        options = [("choose a run", None), *runs]
         if tuple(self.other_run.options) != tuple(options):
             self.other_run.options = options
-            self.other_run.value = self._others.name if self._others.name in names else None
-        self.other_run.layout.display = "" if names else "none"
+            is_there = any(name == self._others.name for _, name in runs)
+            self.other_run.value = self._others.name if is_there else None
+        self.other_run.layout.display = "" if runs else "none"
 
     def _show_tab(self, change: object = None) -> None:
         name = self.tabs.value

@@ -52,7 +52,8 @@ def describe_breakdown(trace: Trace) -> AnalysisPage:
         return AnalysisPage(sentences=["No rank recorded any work, so there is no time to break down."])
     idle: dict[tuple[int, str], float] = {(row["rank"], row["cause"]): row["seconds"] for row in trace.idle()}
     shown = list(rows)
-    sentences = []
+    num_steps = trace.activity.num_steps
+    sentences = [f"Time of the whole recording, {num_steps:,} steps."] if num_steps > 1 else []
     if len(rows) > MAX_RANKS:
         shown = sorted(rows, key=lambda row: row["compute_seconds"])[:MAX_RANKS]
         shown.sort(key=lambda row: row["rank"])

@@ -6,17 +6,19 @@ from collections.abc import Mapping
 
 import plotly.graph_objects as go
 
+import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.timing.calibration.store import find_traced_rates, remove_traced_rates
 from shardscope.timing.calibration.traced import TracedRates
 from shardscope.timing.report import PARTS, format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.plan_comparison import IDLE, STEP, UNKNOWN_COMMUNICATION, PlanComparison
-from shardscope_widgets.kit.display_names import format_part
+from shardscope_widgets.kit.display_names import describe_devices, format_part
 from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.part_table import add_sign
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS
 from shardscope_widgets.time.rows import PlanStep
+from shardscope_widgets.time.view import CALIBRATE_LABEL
 from shardscope_widgets.trace.analysis_page import NONE, AnalysisPage, Heading, Row, TableWriter
 from shardscope_widgets.trace.stacked_bars import FAINT, BarPart, draw_stacked_bars, get_pattern_class
 
@@ -28,7 +30,6 @@ ROW_PIXELS = 30
 
 NO_PLAN = "This trace belongs to no run of Shardscope, so there is no plan to compare it with."
 OWN_TASK = "The run's task is a function of your own, which need not train the plan's model."
-MEASURE_HERE = 'Press "Measure this machine" in the Time tab, and come back.'
 
 
 class PlanAgainstTrace:
@@ -68,7 +69,7 @@ class PlanAgainstTrace:
             comparison = self._trace.compare()
         except FieldError:
             step = PlanStep.from_plan(plan)
-            fix = [MEASURE_HERE] if step.is_uncalibrated else []
+            fix = [_describe_calibration(plan)] if step.is_uncalibrated else []
             return AnalysisPage(sentences=[f"No prediction: {step.refusal}", *fix], may_change=True)
         sentences = [comparison.text]
         traced = find_traced_rates(plan.cluster)
@@ -95,6 +96,18 @@ class PlanAgainstTrace:
 
 Parts = Mapping[str, tuple[float | None, float | None]]
 """Predicted and measured seconds by part."""
+
+
+def _describe_calibration(plan: ss.Plan) -> str:
+    """Return how the run's machine is measured: the Time tab offers it for plans of this machine only."""
+    cluster, machine = plan.cluster, ss.Cluster.detect()
+    devices = describe_devices(cluster)
+    if cluster.num_nodes == 1 and cluster.gpu.name == machine.gpu.name:
+        return (
+            f"This run's plan is for {devices} of this machine: choose them under GPUs, press "
+            f'"{CALIBRATE_LABEL}" in the Time tab, and come back.'
+        )
+    return f"This run's plan is for {devices}: only ss.calibrate() on such a machine makes a prediction."
 
 
 def _read_predicted(comparison: PlanComparison) -> dict[str, float]:

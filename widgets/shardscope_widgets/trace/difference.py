@@ -10,6 +10,7 @@ from shardscope.trace import Trace
 from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.part_table import add_sign
 from shardscope_widgets.trace.analysis_page import AnalysisPage, Heading, Row, TableWriter
+from shardscope_widgets.trace.run_names import describe_differences, name_run
 
 NO_OTHER = (
     "No other run in this folder has a trace. trace.diff(ss.Trace.load(path)) compares with a trace from "
@@ -27,24 +28,27 @@ class OtherRuns:
         """Name of the chosen run."""
         self._loaded: tuple[str, Trace] | None = None
 
-    def list_names(self) -> Sequence[str]:
-        """Return the names of the other runs in the folder that have a recording, the latest first."""
+    def list_options(self) -> Sequence[tuple[str, str]]:
+        """Return title and name of the other runs in the folder that have a recording, the latest first."""
         if self._run is None:
             return ()
-        return [run.folder.name for run in reversed(self._list_runs()) if _has_recording(run)]
+        return [
+            (name_run(run), run.folder.name) for run in reversed(self._list_runs()) if _has_recording(run)
+        ]
 
     def describe(self) -> AnalysisPage:
         """Return the differences from the chosen run.
 
         Raises ``ValueError`` or ``OSError`` for a damaged trace.
         """
-        names = self.list_names()
+        names = [name for _, name in self.list_options()]
         if not names:
             return AnalysisPage(sentences=[NO_OTHER], may_change=True)
         name = self.name
         if name is None or name not in names:
             return AnalysisPage(sentences=[CHOOSE], may_change=True)
-        difference = self._trace.diff(self._load(name))
+        other = self._load(name)
+        difference = self._trace.diff(other)
         scale = Scale.for_seconds(max((abs(row["difference_seconds"]) for row in difference), default=0.0))
         headings = (
             Heading("kernel, collective or gap"),
@@ -65,8 +69,11 @@ class OtherRuns:
             )
             for row in difference
         ]
+        settings = describe_differences(self._trace, other)
         return AnalysisPage(
-            sentences=[difference.text], tables=[TableWriter().write(headings, rows)], may_change=True
+            sentences=[settings, difference.text] if settings else [difference.text],
+            tables=[TableWriter().write(headings, rows)],
+            may_change=True,
         )
 
     def _load(self, name: str) -> Trace:

@@ -22,6 +22,7 @@ from shardscope_widgets.kit.view import View
 from shardscope_widgets.trace.analysis_page import Interval
 from shardscope_widgets.trace.analysis_panel import AnalysisPanel
 from shardscope_widgets.trace.findings_list import FindingsList
+from shardscope_widgets.trace.run_names import render_title
 from shardscope_widgets.trace.view import NOT_ANALYSED, TraceView
 
 NO_TRACE = 'No trace yet. Launch a run with "Record a trace" checked, or open a trace in the Runs tab.'
@@ -43,7 +44,7 @@ class ScrollToNext(anywidget.AnyWidget):
 
 
 class TraceAnswers(View):
-    """One trace: its findings as sentences, all ranks on one time axis, and tables below.
+    """One trace: its run, its findings as sentences, all ranks on one time axis, and tables below.
 
     ``on_apply`` receives the changed plan of a sentence. ``on_rates`` is called when predictions have begun
     or ceased to use the rates that the trace measured. ``measured`` is the memory of the traced ``run``.
@@ -59,6 +60,7 @@ class TraceAnswers(View):
         run: ss.Run | None = None,
     ) -> None:
         self.view = view
+        self.title = controls.create_html(render_title(view.trace, run))
         self.findings = FindingsList(self._show_sentence, on_apply)
         self.panel = AnalysisPanel(
             view.trace,
@@ -72,7 +74,9 @@ class TraceAnswers(View):
             lambda _: view.trace.summary(), "shardscope-summary"
         )
         self._scroll = ScrollToNext()
-        super().__init__([self.findings, self._scroll, view, self.panel], layout=controls.share_layout())
+        super().__init__(
+            [self.title, self.findings, self._scroll, view, self.panel], layout=controls.share_layout()
+        )
         self.add_class("ss-trace-answers")
 
     def start(self) -> None:

@@ -122,7 +122,8 @@ def write_page(
     compressed = b"".join([*map(packer.compress, pieces), packer.flush()])
     packed_body = base64.b64encode(compressed).decode()
     ranks = "1 rank" if len(trace.ranks) == 1 else f"{len(trace.ranks):,} ranks"
-    title = f"Trace of {ranks}, {trace.duration_seconds:.3g} s"
+    name = f"{trace.name}: " if trace.name else ""
+    title = f"Trace of {name}{ranks}, {trace.duration_seconds:.3g} s"
     target = Path(path)
     target.write_text(
         PAGE.format(

@@ -130,7 +130,7 @@ class TraceView(anywidget.AnyWidget):
     error = traitlets.Unicode("").tag(sync=True)
     """Error of the front end's latest request; empty if it succeeded."""
     height = traitlets.Int(480).tag(sync=True)
-    """Height of the drawing in pixels."""
+    """Maximum height of the drawing in pixels; it is as high as what it shows."""
     _scene = traitlets.Dict().tag(sync=True)
     _revealed = traitlets.Dict().tag(sync=True)
     """Rank and first row of the track that :meth:`show_interval` scrolled to last."""

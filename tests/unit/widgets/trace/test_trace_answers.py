@@ -12,13 +12,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from calibrations import make_calibration
 from tests.requirements import few
-from tests.unit.trace.trace_events import kernel, launch, load_ranks, operator, step
+from tests.unit.trace.trace_events import all_reduce, kernel, launch, load_ranks, operator, step
 from written_runs import write_run
 
 import shardscope as ss
@@ -30,16 +31,19 @@ from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.static_picture import draw_picture
 from shardscope_widgets.trace import TracePage, TraceView
 from shardscope_widgets.trace.analyses import (
+    describe_collectives,
+    describe_critical_path,
     describe_idle,
     describe_kernels,
     describe_steps,
     describe_stragglers,
 )
-from shardscope_widgets.trace.analysis_page import AnalysisPage
 from shardscope_widgets.trace.breakdown_figure import PARTS
+from shardscope_widgets.trace.comparison_figure import PlanAgainstTrace
 from shardscope_widgets.trace.difference import OtherRuns
 from shardscope_widgets.trace.findings_list import FindingsList
 from shardscope_widgets.trace.page import TraceAnswers
+from shardscope_widgets.trace.run_names import describe_differences
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 RUNS = FIXTURES / "traces_of_runs"
@@ -220,16 +224,102 @@ def test_a_trace_is_compared_with_that_of_another_run_in_the_folder(tmp_path: Pa
         write_traced_run(tmp_path / name, framework) for name, framework in (("a", "fsdp2"), ("b", "ddp"))
     ]
     others = OtherRuns(runs[0].trace(), runs[0])
-    assert not others.list_names()
+    assert not others.list_options()
     assert "No other run" in others.describe().text
     beside = runs[0].folder.parent / "other"
     shutil.copytree(runs[1].folder, beside)
-    assert list(others.list_names()) == ["other"]
+    # The list and the comparison say what the other run is, and that it is not of the same work.
+    assert list(others.list_options()) == [("other · tiny on 2 CPU ranks, DDP", "other")]
     assert not others.describe().tables
     others.name = "other"
     page = others.describe()
     assert "difference" in page.tables[0] and "the other" in page.tables[0]
-    assert page.text == AnalysisPage(sentences=[runs[0].trace().diff(runs[1].trace()).text]).text
+    settings, difference = page.sentences
+    assert "framework FSDP2 → DDP" in settings and "different models" not in settings
+    assert difference == runs[0].trace().diff(runs[1].trace()).text
+
+
+def test_the_title_names_the_run_of_the_trace(tmp_path: Path) -> None:
+    """The Studio around it may show another plan, and the trace may be an earlier run's."""
+    run = write_traced_run(tmp_path, "ddp")
+    answers = open_page(run)
+    title = re.sub("<[^>]+>", "", answers.title.value)
+    assert re.fullmatch(r"Trace of traced, .*: tiny on 2 CPU ranks with DDP", title)
+    answers.close()
+    answers = create_answers(RUNS / "ddp" / "traces")
+    assert "Trace of <b>ddp</b>: <b>tiny</b>" in answers.title.value
+    answers.close()
+    answers = create_answers(FIXTURES / "trace_2_ranks")
+    assert "Trace of <b>trace_2_ranks</b>: 2 ranks, of no known plan" in answers.title.value
+    page = answers.view.to_html(tmp_path / "page.html").read_text()
+    assert "<h1>Trace of trace_2_ranks: 2 ranks, " in page
+    answers.close()
+
+
+def test_traces_of_different_models_are_compared_with_a_caution() -> None:
+    trace, other = (Trace.load(RUNS / framework) for framework in ("ddp", "fsdp2"))
+    assert trace.plan is not None and other.plan is not None
+    other.plan = replace(
+        other.plan,
+        architecture=replace(other.plan.architecture, name="tiny gpt2-xl"),
+        cluster=ss.Cluster.parse("1xcpu"),
+        layout=ss.Layout.ddp(),
+    )
+    text = describe_differences(trace, other)
+    assert "model tiny → tiny gpt2-xl; 2 CPU ranks → 1 CPU rank." in text
+    assert "Times of different models are of different work." in text
+    other.plan, other.world_size = None, 4
+    assert describe_differences(trace, other) == "This trace is of 2 ranks, the other of 4 ranks."
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [
+        ("2xcpu", "for 2 CPU ranks of this machine: choose them under GPUs, press"),
+        ("8xh100-sxm-80gb", "for 2 CPU ranks: only ss.calibrate() on such a machine"),
+    ],
+)
+def test_a_plan_without_prediction_names_what_would_measure_it(
+    machine: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Time tab has its button for plans of this machine only, whichever plan it shows now."""
+    monkeypatch.setattr(ss.Cluster, "detect", lambda: ss.Cluster.parse(machine))
+    sentences = PlanAgainstTrace(Trace.load(RUNS / "ddp")).describe().sentences
+    assert sentences[0].startswith("No prediction: ") and text in sentences[1]
+
+
+def test_sums_are_those_of_a_step_and_say_which_rank_decides(tmp_path: Path) -> None:
+    """Rank 1 waits for rank 0 in two steps: what the mean rank would gain, the step would not."""
+    args = {"Collective name": "allreduce", "Group size": 2, "In msg nelems": 8, "Out msg nelems": 8}
+    ranks = {
+        rank: [
+            event
+            for start in (0, 1_000_000)
+            for event in (
+                step(start, start, start + 1_000_000),
+                launch(start, start + 1000, start),
+                kernel(start, start + busy, "gemm", correlation=start),
+                all_reduce(start + busy, start + 1_000_000, correlation=-1, **args),
+            )
+        ]
+        for rank, busy in ((0, 900_000), (1, 500_000))
+    }
+    trace = load_ranks(tmp_path, ranks)
+    collectives = describe_collectives(trace)
+    assert collectives.sentences[0].endswith(
+        "a step would take 900 µs instead of 1.00 ms. It is 300 µs of a step on average over ranks, but only "
+        "100 µs on rank 0, for which the others wait."
+    )
+    path = describe_critical_path(trace)
+    assert "takes 1.00 ms a step, 2.00 ms of 2 steps," in path.sentences[0]
+    for page, column in (
+        (path, "times a step"),
+        (describe_kernels(trace), "calls a step"),
+        (collectives, "calls a step"),
+    ):
+        assert column in page.tables[0] and "per step, " in page.tables[0]
+    (table,) = describe_stragglers(trace).tables
+    assert "chance</th>" in table and "100 %" in table
 
 
 def test_tables_have_no_column_without_words_and_no_share_of_zero_for_some_time() -> None:

@@ -184,7 +184,7 @@ class Collectives(Table[CollectiveRow]):
         return WhatIf(
             axis=axis,
             link_speed=link_speed,
-            seconds=max(seconds for seconds, _ in steps.values()),
+            seconds=measure_step(self._trace),
             changed_seconds=max(seconds - gains[rank] / count for rank, (seconds, count) in steps.items()),
         )
 
@@ -196,6 +196,11 @@ def list_step_seconds(trace: Trace) -> dict[int, tuple[float, int]]:
         steps = [step.end_ns - step.start_ns for step in rank.steps] or [rank.end_ns - rank.start_ns]
         result[rank.rank] = (sum(steps) / len(steps) / 1e9, len(steps))
     return result
+
+
+def measure_step(trace: Trace) -> float:
+    """Return the mean seconds of a step of the slowest rank."""
+    return max((seconds for seconds, _ in list_step_seconds(trace).values()), default=0.0)
 
 
 @dataclass(kw_only=True)

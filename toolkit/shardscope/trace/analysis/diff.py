@@ -9,6 +9,7 @@ import numpy as np
 
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.breakdown import find_idle
+from shardscope.trace.analysis.collectives import measure_step
 from shardscope.trace.analysis.intervals import measure_within
 from shardscope.trace.analysis.kernels import find_kinds, list_kinds, measure_work_ns
 from shardscope.trace.table import Table
@@ -81,12 +82,6 @@ def list_windows(trace: Trace) -> dict[int, tuple[int, int, int]]:
         else (rank.start_ns, rank.end_ns, 1)
         for rank in trace.activity.ranks
     }
-
-
-def measure_step(trace: Trace) -> float:
-    """Return the seconds of a step, averaged over ranks and steps."""
-    spans = [(end - start) / count for start, end, count in list_windows(trace).values()]
-    return sum(spans) / max(len(spans), 1) / 1e9
 
 
 def _sum_work(trace: Trace) -> dict[tuple[str, str, str], float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardscope.timing.report import format_seconds
-from shardscope.trace.analysis.diff import measure_step
+from shardscope.trace.analysis.collectives import measure_step
 from shardscope.trace.analysis.summary import (
     NUM_OPERATORS,
     RankTimes,

@@ -140,13 +140,35 @@ def _describe_stragglers(
             if len(rows) < 2
             else "Stragglers: unknown, no collective was recorded on several ranks."
         )
-    stragglers = sorted((row for row in rows if row["is_straggler"]), key=lambda row: -row["late_seconds"])
     calls = "1 collective" if num_calls == 1 else f"{num_calls:,} collectives"
-    if not stragglers:
-        return f"Stragglers: none. No rank is late at {calls} by more than chance and 1 % of the step."
-    parts = [
+    latest_first = sorted(rows, key=lambda row: -row["late_seconds"])
+    stragglers = [row for row in latest_first if row["is_straggler"]]
+    if stragglers:
+        parts = [
+            f"{_describe_delay(row, steps)}, by chance: {format_chance(row['p_value'])})"
+            for row in stragglers
+        ]
+        return f"Stragglers: {', '.join(parts)}."
+    latest = latest_first[0]
+    if latest["late_seconds"] < MIN_SHARE * steps[latest["rank"]][0]:
+        return f"Stragglers: none. At {calls} no rank is later than the others by 1 % of the step."
+    chance = format_chance(latest["p_value"])
+    return (
+        f"Stragglers: none that is certain. {_describe_delay(latest, steps).capitalize()}), but at {calls} "
+        f"one of equally fast ranks would be as late by chance in {chance} of recordings. Record more steps "
+        "to be sure."
+    )
+
+
+def _describe_delay(row: StragglerRow, steps: dict[int, tuple[float, int]]) -> str:
+    """Return a rank's delay, with a bracket that is left open."""
+    share = 100 * row["late_seconds"] / steps[row["rank"]][0]
+    return (
         f"rank {row['rank']} arrives {format_seconds(row['late_seconds'])} a step after the others "
-        f"({100 * row['late_seconds'] / steps[row['rank']][0]:.0f} % of the step, p = {row['p_value']:.2g})"
-        for row in stragglers
-    ]
-    return f"Stragglers: {', '.join(parts)}."
+        f"({share:.0f} % of the step"
+    )
+
+
+def format_chance(p_value: float | None) -> str:
+    """Return a p-value in percent: ``47 %``, ``0.05 %``."""
+    return "unknown" if p_value is None else f"{100 * p_value:.2g} %" if p_value < 0.995 else "100 %"

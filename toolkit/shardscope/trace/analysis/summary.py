@@ -21,8 +21,8 @@ from shardscope.trace.analysis.breakdown import (
     IdleRow,
     StepRow,
 )
-from shardscope.trace.analysis.collectives import CollectiveRow, Collectives
-from shardscope.trace.analysis.diff import list_windows, measure_step
+from shardscope.trace.analysis.collectives import CollectiveRow, Collectives, measure_step
+from shardscope.trace.analysis.diff import list_windows
 from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels
 from shardscope.trace.analysis.stragglers import find_stragglers
 from shardscope.trace.analysis.suggestions import Topic, suggest_change
@@ -263,7 +263,7 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
         return  # no recorded slice has any length
     collectives, kernels = trace.collectives(), trace.kernels()
     causes = [
-        *_find_exposed_communication(collectives, step_seconds),
+        *_find_exposed_communication(trace, collectives, step_seconds),
         *_find_idle(trace, step_seconds),
         *_find_kernels(trace, kernels, step_seconds),
         *_find_copies(trace, kernels, step_seconds),
@@ -357,7 +357,9 @@ def _format_share(seconds: float, step_seconds: float) -> str:
     return f"{format_seconds(seconds)} ({100 * seconds / step_seconds:.0f} %)"
 
 
-def _find_exposed_communication(collectives: Collectives, step_seconds: float) -> Iterator[_Cause]:
+def _find_exposed_communication(
+    trace: Trace, collectives: Collectives, step_seconds: float
+) -> Iterator[_Cause]:
     """Yield the exposed communication of each axis and kind that takes 2 % of a step."""
     for row in collectives.sum_by_axis():
         if row["exposed_seconds"] < MIN_SHARE * step_seconds:
@@ -367,7 +369,8 @@ def _find_exposed_communication(collectives: Collectives, step_seconds: float) -
         name = row["kind"].replace("_", "-")
         of_axis = f" of {row['axis']}" if row["axis"] else ""
         text = (
-            f"Exposed {name}{of_axis}: {_format_share(row['exposed_seconds'], step_seconds)} of a step, in "
+            f"Exposed {name}{of_axis}: {_format_share(row['exposed_seconds'], step_seconds)} of a step"
+            f"{_describe_ranks(calls, trace.activity.num_steps)}, in "
             f"{_format_count(row['num_calls'], 'call')}{_describe_bytes(calls)}"
         )
         if row["skew_seconds"] is not None and row["seconds"]:
@@ -383,6 +386,17 @@ def _find_exposed_communication(collectives: Collectives, step_seconds: float) -
             "interval": _locate_call(longest),
             "topics": tuple(topics),
         }
+
+
+def _describe_ranks(calls: list[CollectiveRow], num_steps: int) -> str:
+    """Return the range over ranks of a step's exposed seconds; empty if their mean says the same."""
+    by_rank: dict[int, float] = {}
+    for call in calls:
+        by_rank[call["rank"]] = by_rank.get(call["rank"], 0.0) + call["exposed_seconds"] / num_steps
+    low, high = min(by_rank.values()), max(by_rank.values())
+    if high < 1.1 * low:
+        return ""
+    return f" (mean of {len(by_rank):,} ranks, {format_seconds(low)} to {format_seconds(high)})"
 
 
 def _format_count(number: float, what: str) -> str:
@@ -450,7 +464,8 @@ def _locate_gap(row: IdleRow) -> tuple[int, str, float, float]:
 
 def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterator[_Cause]:
     """Yield the class of kernels that takes most of the compute, and matmuls without tensor cores."""
-    scale = 1 / (trace.activity.num_steps * len(trace.ranks))
+    num_steps = trace.activity.num_steps
+    scale = 1 / (num_steps * len(trace.ranks))
     compute: dict[str, float] = {}
     for row in kernels:
         if row["kind"] not in _NO_COMPUTE:
@@ -465,8 +480,8 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
         title = "Unclassified" if kind == "other" else kind.capitalize()
         text = (
             f"{title} {what} take most compute, {_format_share(compute[kind], step_seconds)} of a step; "
-            f"first {top['name'][:60]}, {_format_count(top['num_calls'], 'call')} of "
-            f"{format_seconds(top['mean_seconds'])}"
+            f"first {top['name'][:60]}, {_format_count(top['num_calls'] / num_steps, 'call')} a step of "
+            f"{format_seconds(top['mean_seconds'])} each"
         )
         if top["tflops"] is not None and top["peak_share"] is not None:
             text += f" at {top['tflops']:.3g} TFLOP/s, {100 * top['peak_share']:.0f} % of the GPU's peak"

@@ -77,6 +77,7 @@ function rearrange(view) {
     button.hidden = view.folded.has(track.rank);
   }
   view.hover = null;
+  fitStage(view);
   scrollRowsTo(view, view.scroll);
 }
 

@@ -42,11 +42,13 @@ function addHelp(view) {
 /** @param {View} view */
 function openHelp(view) {
   view.page.help.hidden = false;
+  fitStage(view);
   /** @type {HTMLElement} */ (view.page.help.querySelector("button")).focus();
 }
 
 /** @param {View} view */
 function closeHelp(view) {
   view.page.help.hidden = true;
+  fitStage(view);
   view.page.canvas.focus();
 }

@@ -1,5 +1,8 @@
 // Changes of the page around the view: size, visibility and theme.
 
+const LEAST_STAGE = 120; // room for a tooltip
+const STAGE_BORDERS = 2;
+
 /** @param {View} view */
 function measure(view) {
   const { stage, canvas } = view.page;
@@ -14,6 +17,18 @@ function measure(view) {
     rearrange(view);
   }
   scrollRowsTo(view, view.scroll);
+}
+
+/** Make the stage as high as its content, up to the view's height, which the sheet of keys may need.
+ * @param {View} view */
+function fitStage(view) {
+  const { page, model, places } = view;
+  const most = model.get("height");
+  const height = page.help.hidden ? Math.max(Math.min(RULER + places.height + STAGE_BORDERS, most), LEAST_STAGE) : most;
+  if (page.stage.style.height === `${height}px`) return;
+  page.stage.style.height = `${height}px`;
+  // At once: whoever scrolls to a row next has to know the height.
+  measure(view);
 }
 
 /** Read the theme again, for the next frame. @param {View} view */

@@ -29,7 +29,7 @@ function followModel(view) {
       setDownloading(view, false);
       stopPerfetto(view);
     },
-    "change:height": () => (page.stage.style.height = `${model.get("height")}px`),
+    "change:height": () => fitStage(view),
   });
   for (const [event, handler] of Object.entries(handlers)) model.on(event, handler);
   return () => {
@@ -42,7 +42,6 @@ function render({ model, el }) {
   const scene = /** @type {Scene} */ (model.get("_scene"));
   const root = element("div", "ss-trace");
   const page = buildPage(root, scene);
-  page.stage.style.height = `${model.get("height")}px`;
   page.gutter.style.top = `${RULER}px`;
   el.append(root);
 
