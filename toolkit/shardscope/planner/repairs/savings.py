@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 MAX_SAVINGS = 3
 LEAST_SHARE_SAVED = 0.01
-"""Smallest saving, as a share of the GPU's usable bytes."""
+"""Smallest saving, as a share of the GPU's usable bytes; any saving will do if the step is faster."""
+LEAST_SHARE_WON = 0.02
+"""Smallest gain of such a faster step, as a share of its seconds."""
 MOST_SHARE_LOST = 0.15
 """Largest cost, as a share of the step's seconds."""
 SAME_TRAINING = ("method", "precision", "optimizer", "micro_batch_size", "global_batch_size", "seq_len")
@@ -42,10 +44,11 @@ def find_savings(plan: Plan, report: MemoryReport) -> list[Repair]:
             except ValueError:  # The plan can run, but there are no formulas for it.
                 continue
             saved = report.peak_bytes - after.peak_bytes
-            if saved < LEAST_SHARE_SAVED * report.usable_bytes or not fits(change.plan, after):
+            if saved <= 0 or not fits(change.plan, after):
                 continue
             lost = predict_seconds(change.plan) - seconds
-            if lost > MOST_SHARE_LOST * seconds:
+            saves_enough = saved >= LEAST_SHARE_SAVED * report.usable_bytes
+            if lost > MOST_SHARE_LOST * seconds or not (saves_enough or -lost >= LEAST_SHARE_WON * seconds):
                 continue
             saving = Repair(change.text, change.plan, saved, lost)
             # Of each field the value that costs least time, and among equal ones the one that saves most.
