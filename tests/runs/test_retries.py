@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.requirements import needs, thorough
@@ -64,3 +65,37 @@ def test_retries_are_used_up(tmp_path: Path) -> None:
     assert [attempt["status"] for attempt in run.attempts] == ["failed", "failed"]
     steps = [record["step"] for record in run.metrics() if record["rank"] == 0]
     assert steps == sorted(set(steps))
+
+
+SIGNAL_BETWEEN_ATTEMPTS = """
+import os, signal, sys
+if "shardscope.runs.launch.supervisor" in sys.orig_argv:
+    from shardscope.runs.launch.run_end import RunEnd
+    finish = RunEnd.finish
+    def finish_with_signal(self, status):
+        finish(self, status)
+        if status == "starting":
+            os.kill(os.getpid(), signal.SIGTERM)
+    RunEnd.finish = finish_with_signal
+"""
+
+
+def fails_once(ctx: Any) -> None:
+    mark = ctx.folder / "failed"
+    if not mark.exists():
+        mark.touch()
+        raise ValueError("the first attempt fails")
+
+
+def test_a_signal_between_two_attempts_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt is over, and the second may only start when the trackers have finished."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SIGNAL_BETWEEN_ATTEMPTS)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    recipe = ss.Recipe(seq_len=32, micro_batch_size=1, global_batch_size=1, precision="fp32")
+    plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("1xcpu"), recipe, ss.Layout.ddp())
+    run = ss.launch(plan, fails_once, folder=tmp_path, retries=1)
+    assert run.wait(60) == "stopped" and run.reason == "the supervisor got SIGTERM"
+    assert [attempt["status"] for attempt in run.attempts] == ["failed", "stopped"]
+    assert [record["status"] for record in run.history][-3:] == ["starting", "stopping", "stopped"]

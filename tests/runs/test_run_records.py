@@ -27,6 +27,7 @@ from shardscope.records.json_files import (
 )
 from shardscope.runs.launch.run_end import read_markers
 from shardscope.runs.launch.supervisor import Supervisor
+from shardscope.runs.launch.supervisor_process import ReceivedSignals
 from shardscope.runs.run import Run, runs
 from shardscope.runs.summaries import RunSummaries
 
@@ -194,7 +195,7 @@ def test_fault_53_a_supervisor_that_cannot_reach_its_folder_continues(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = _run(tmp_path, None)
-    supervisor = Supervisor(run._folder, None)
+    supervisor = Supervisor(run._folder, None, ReceivedSignals())
     with monkeypatch.context() as patch:
         break_path("run", number, patch)
         patch.setattr(os, "utime", lambda path: Path(path).parent.stat())

@@ -20,6 +20,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, read_lines, write_json
 from shardscope.runs.launch import run_end
 from shardscope.runs.launch.supervisor import Supervisor
+from shardscope.runs.launch.supervisor_process import ReceivedSignals
 from shardscope.runs.watch.hang import BUSY_FACTOR, HangDetector
 from shardscope.runs.watch.stacks import (
     BUSY_WITH,
@@ -109,7 +110,7 @@ def test_fault_05_a_hang_is_reported_once_and_cleared(folder: RunFolder, ranks: 
 
 
 def test_a_stop_with_a_checkpoint_reports_a_hang(folder: RunFolder) -> None:
-    supervisor, now = Supervisor(folder, None), time.monotonic()
+    supervisor, now = Supervisor(folder, None, ReceivedSignals()), time.monotonic()
     supervisor.ranks_are_up = True
     supervisor.stop.begin("run.stop(checkpoint=True) was called", checkpoint=True)
     assert supervisor.stop.deadline > now + 599
@@ -136,7 +137,7 @@ def test_the_final_status_does_not_wait_for_the_last_writes(
 ) -> None:
     monkeypatch.setattr(processes, "kill_descendants", lambda **_: True)
     monkeypatch.setattr(run_end, "FINISH_SECONDS", 0.0)
-    supervisor, had_status = Supervisor(folder, None), []
+    supervisor, had_status = Supervisor(folder, None, ReceivedSignals()), []
     write_json(folder.supervisor, {})
     os.utime(folder.supervisor, (1, 1))
     half = folder.error(0).with_name(".rank-0.json.999999999")  # Of a rank that was killed while it wrote.

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from types import FrameType
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
@@ -27,7 +26,6 @@ from shardscope.records.folder_checks import open_part
 from shardscope.records.json_files import LineTail, read_json, write_json
 from shardscope.records.json_values import is_int
 from shardscope.records.regular_files import open_to_append
-from shardscope.runs.backends.end_notice import SLURM_SIGNALS
 from shardscope.runs.backends.next_attempt import (
     AttemptEnding,
     begin_attempt,
@@ -47,7 +45,7 @@ from shardscope.runs.launch.leftover_processes import LeftoverDetector
 from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.launch.run_end import Outcome, RunEnd
 from shardscope.runs.launch.stop_sequence import StopSequence
-from shardscope.runs.launch.supervisor_process import lock_run
+from shardscope.runs.launch.supervisor_process import ReceivedSignals, lock_run
 from shardscope.runs.stop_request import SAW_STOP
 from shardscope.runs.trackers import TrackerProcess
 from shardscope.runs.watch.periodic_checks import CHECK_SECONDS, PeriodicChecks
@@ -61,9 +59,10 @@ NSYS_GRACE_SECONDS = 600.0
 class Supervisor:
     """The state machine that drives one run from its start to its final status."""
 
-    def __init__(self, folder: RunFolder, lease: int | None) -> None:
+    def __init__(self, folder: RunFolder, lease: int | None, signals: ReceivedSignals) -> None:
         self.folder = folder
         self.lease = lease
+        self.signals = signals
         self.exits = LineTail(folder.exits)
         self.launcher: subprocess.Popen[bytes] | None = None
         self.description: dict[str, object] = read_json(folder.run_json) or {}
@@ -78,7 +77,6 @@ class Supervisor:
         """Which other node is lost; empty if none is."""
         self.ranks_are_up = False
         self.stop = StopSequence(folder, self.description, self)
-        self.received_signal: int | None = None
         self.follows = False
         """Whether another attempt follows on this machine."""
         self.next_heartbeat = 0.0
@@ -107,9 +105,6 @@ class Supervisor:
 
     def run(self) -> None:
         """Start the launcher, watch it until it exits, clean up and write the final status."""
-        # The handler only stores the number: the main loop then stops the run in an orderly way.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
         processes.keep_exit_codes()
         # Orphans of the launcher and the ranks become children of this process, which ends them with the run.
         processes.adopt_orphans()
@@ -129,6 +124,8 @@ class Supervisor:
             started = f"job {self._read_node().get('job_id')} has started"
             self.set_status("starting", "; ".join(filter(None, (started, began))))
         self.stop.obey_commands()  # A stop requested before this point needs no launcher at all.
+        if self.peers is None:  # Nor does a signal between two attempts. One of Slurm may be only a notice.
+            self._obey_signal()
         if self.stop.reason is None:
             try:
                 if isinstance(self.folder, NodeFolder):
@@ -226,18 +223,12 @@ class Supervisor:
         self.stop.advance()
 
     def _obey_signal(self) -> None:
-        number = self._receive_signal()
-        if number is not None:
-            is_notice = self.stop.obey_signal(number)
-            self.received_signal = None if is_notice else number
+        number = self._read_signal()
+        if number is not None and self.stop.obey_signal(number):
+            self.signals.settle(number)
 
-    def _receive_signal(self) -> int | None:
-        """Return the signal that arrived last; None if none did."""
-        if self.peers is not None:  # Blocked by the node process: these would end the ranks, too.
-            pending = signal.sigtimedwait(SLURM_SIGNALS, 0)
-            if pending is not None:
-                return pending.si_signo
-        return self.received_signal
+    def _read_signal(self) -> int | None:
+        return self.signals.read(of_slurm=self.peers is not None)
 
     def _run_checks(self, now: float) -> None:
         seconds, self.last_check = now - self.last_check, now
@@ -388,7 +379,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
         self.lost_node = self.lost_node or self.peers.describe_lost(patience)
         # A scheduler signals all processes of a job: the ranks may end before this process notices.
-        number = self._receive_signal()
+        number = self._read_signal()
         if number is not None:
             self.stop.record_late_signal(number)
         # Another node may have obeyed a stop that was not visible here yet.
@@ -403,9 +394,6 @@ class Supervisor:
             self.folder.set_status(status, reason, **more)
         except OSError as error:  # A full disk must not prevent us from ending the ranks.
             self.log(f"could not write status {status!r} ({reason}): {error}")
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self.received_signal = number
 
     @staticmethod
     def log(text: str) -> None:
@@ -434,6 +422,8 @@ def main(arguments: list[str]) -> None:
 
     Other arguments: the lease's read end, or ``--node``, the number of this node and that of the attempt.
     """
+    signals = ReceivedSignals()
+    signals.install_handlers()
     is_node = arguments[1:2] == ["--node"]
     node = int(arguments[2]) if is_node else None
     attempt = int(arguments[3]) if is_node and len(arguments) > 3 else None
@@ -444,13 +434,13 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"shardscope: {error}")
     lease = int(arguments[1]) if len(arguments) > 1 and not is_node else None
     if is_node or not get_retries(read_json(folder.run_json) or {}):
-        Supervisor(folder, lease).run()
+        Supervisor(folder, lease, signals).run()
         return
     for attempt in itertools.count(1):
         folder = folder.select_attempt(attempt)
         begin_attempt(folder)
         folder.temporary.mkdir(mode=0o700, exist_ok=True)
-        supervisor = Supervisor(folder, lease)
+        supervisor = Supervisor(folder, lease, signals)
         supervisor.run()
         if not supervisor.follows:
             return

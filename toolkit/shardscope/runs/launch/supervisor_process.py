@@ -1,11 +1,44 @@
-"""The lock that makes a process the only supervisor of its run."""
+"""The supervisor as a process: its signals, and the lock that makes it the only one of its run."""
 
 from __future__ import annotations
 
 import os
+import signal
+from types import FrameType
 
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import read_lines
+from shardscope.runs.backends.end_notice import SLURM_SIGNALS
+
+
+class ReceivedSignals:
+    """The signals of this process that end its run. All attempts share them: none is lost between two."""
+
+    def __init__(self) -> None:
+        self._latest: int | None = None
+
+    def install_handlers(self) -> None:
+        """Store signals from now on. The main loop then stops the run in an orderly way."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._store)
+
+    def read(self, *, of_slurm: bool) -> int | None:
+        """Return the signal that arrived last and is not settled; None if there is none.
+
+        ``of_slurm``: Slurm's signals are blocked by the node process, because they would end the ranks, too.
+        """
+        pending = signal.sigtimedwait(SLURM_SIGNALS, 0) if of_slurm else None
+        if pending is not None:
+            self._latest = pending.si_signo
+        return self._latest
+
+    def settle(self, number: int) -> None:
+        """Forget a signal that does not end the run."""
+        if self._latest == number:
+            self._latest = None
+
+    def _store(self, number: int, _frame: FrameType | None) -> None:
+        self._latest = number
 
 
 def lock_run(folder: RunFolder) -> int | None:
