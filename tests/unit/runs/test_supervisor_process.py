@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -29,7 +28,7 @@ def signals() -> Iterator[ReceivedSignals]:
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_signal_stays_until_it_is_settled(signals: ReceivedSignals, number: int) -> None:
     assert signals.read(of_slurm=False) is None
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)
     assert signals.read(of_slurm=False) == signals.read(of_slurm=False) == number
     signals.settle(signal.SIGUSR2)
     assert signals.read(of_slurm=False) == number, "another signal was settled"
@@ -40,8 +39,7 @@ def test_a_signal_stays_until_it_is_settled(signals: ReceivedSignals, number: in
 def test_blocked_signals_of_slurm_are_read(signals: ReceivedSignals) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     try:
-        # To this thread, which alone blocks it: in any other it would end the process.
-        signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
+        signal.raise_signal(signal.SIGUSR2)  # To this thread only: other threads do not block it.
         assert signals.read(of_slurm=False) is None
         assert signals.read(of_slurm=True) == signals.read(of_slurm=True) == signal.SIGUSR2
     finally:
