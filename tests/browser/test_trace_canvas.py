@@ -909,7 +909,6 @@ def test_question_mark_lists_all_keys(open_view: Any, view: TraceView, width: in
         assert page.evaluate("document.activeElement.tagName") == "CANVAS"
 
 
-@thorough()
 def test_drawing_is_as_high_as_its_content(open_view: Any, view: TraceView) -> None:
     """Two folded ranks left an empty canvas below them, and the hint a box of the height of details."""
     with open_view(view, width=836) as page:
@@ -917,7 +916,6 @@ def test_drawing_is_as_high_as_its_content(open_view: Any, view: TraceView) -> N
         unfolded = stage.bounding_box()["height"]
         for rank in (0, 1):
             page.get_by_role("button", name=f"rank {rank}").click()
-        settle(page)
         folded = stage.bounding_box()["height"]
         assert folded < unfolded <= view.height and folded < 160
         assert page.locator("canvas").bounding_box()["height"] == pytest.approx(folded, abs=3)
@@ -931,6 +929,7 @@ def test_drawing_is_as_high_as_its_content(open_view: Any, view: TraceView) -> N
         assert count.evaluate("each => each.scrollWidth <= each.clientWidth")
 
 
+@thorough()
 def test_buttons_and_n_visit_the_matches(open_view: Any, view: TraceView) -> None:
     with open_view(view) as page:
         expect(page.locator(".ss-trace-next")).to_be_disabled()

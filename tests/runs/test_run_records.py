@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardscope.runs.launch.supervisor_process import ReceivedSignals
 
 from shardscope.machine.processes import identify_machine, is_alive, read_start_time
 from shardscope.records.folder import RunFolder

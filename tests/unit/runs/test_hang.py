@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardscope.runs.launch.supervisor_process import ReceivedSignals
 
 import shardscope as ss
 from shardscope.machine import processes

@@ -8,14 +8,25 @@ from math import isfinite, isnan
 
 import ipywidgets as widgets
 
+import shardscope as ss
+from shardscope.records.folder import RunFolder
+from shardscope.records.folder_checks import shorten_message
 from shardscope.runs.explain.compare import Comparison, Curve
+from shardscope.runs.summaries import summarize
+from shardscope.runs.task_fields import has_task_fields
+from shardscope.runs.totals import compute_totals
+from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.numbers import format_short
+from shardscope_widgets.kit.numbers import format_short, format_size
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.run.lines import Line
+from shardscope_widgets.run.run_html import format_seconds as format_duration
+from shardscope_widgets.run.run_html import render_swatch
+from shardscope_widgets.run.runs_table import describe_plan, format_loss, format_time, make_printable
 
+NONE = "–"
 LOG_FROM_RATIO = 1000.0
 """Ratio above which the loss axis is logarithmic: a diverging run would flatten the other run's curve."""
 MAX_VALUE = 1e100
@@ -39,10 +50,9 @@ class ComparisonView(View):
         """Show two runs. Raises ``ValueError`` or ``OSError`` if one of them cannot be read."""
         pace_label, paces = comparison.pace_curves()
         charts = (("loss", comparison.loss_curves()), (pace_label, paces))
-        self.table.value = comparison._repr_html_() + "".join(
-            f"<p>{escape(sentence)}</p>"
-            for label, curves in charts
-            for sentence in _describe_missing(label, curves)
+        missing = [sentence for label, curves in charts for sentence in _describe_missing(label, curves)]
+        self.table.value = _render_table(comparison.runs) + "".join(
+            f"<p>{escape(sentence)}</p>" for sentence in (*_describe_settings(comparison), *missing)
         )
         traces: list[dict[str, object]] = []
         annotations: list[dict[str, object]] = []
@@ -72,6 +82,74 @@ class ComparisonView(View):
         self.chart.redraw(traces, layout)
 
 
+def _render_table(runs: Sequence[ss.Run]) -> str:
+    """Return the runs' numbers as a table, in the units of the list and of a run's page.
+
+    What no run has has no row. The headings show the lines of the charts.
+    """
+    columns = [_describe_run(run) for run in runs]
+    head = "".join(
+        f"<th scope='col'>{render_swatch(index)}<span title='{name}'>{name}</span></th>"
+        for index, run in enumerate(runs)
+        if (name := escape(make_printable(run.name), quote=True))
+    )
+    labels = dict.fromkeys(label for column in columns for label in column)
+    body = "".join(
+        f"<tr><th scope='row'>{label}</th>"
+        + "".join(f"<td>{escape(column.get(label) or NONE)}</td>" for column in columns)
+        + "</tr>"
+        for label in labels
+        if any(column.get(label) for column in columns)
+    )
+    return f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _describe_run(run: ss.Run) -> dict[str, str]:
+    """Return label -> text; empty texts are unknown."""
+    summary = summarize(run.folder, run)
+    duration = summary.seconds
+    texts = {
+        "status": summary.status,
+        "started": format_time(summary.created),
+        "duration": "" if duration is None else format_duration(duration),
+        "plan": describe_plan(summary),
+    }
+    # A file of the run may be damaged although its status can be read.
+    try:
+        totals = compute_totals(run)
+    except (ValueError, OSError) as error:
+        return {**texts, "status": "damaged", "plan": shorten_message(RunFolder(run.folder), error)}
+    predicted, measured = run.predicted_step_seconds, totals.step_seconds
+    return {
+        **texts,
+        "steps": "" if totals.num_steps is None else f"{totals.num_steps:,}",
+        "last loss": "" if totals.loss is None else format_loss(totals.loss),
+        "step time": format_seconds(measured) if measured else "",
+        "predicted time": format_seconds(predicted) if predicted else "",
+        # Positive if the prediction was too high, as everywhere.
+        "error of time": f"{100 * (predicted / measured - 1):+z.0f} %" if predicted and measured else "",
+        "tensors at peak": format_size(totals.tensor_bytes) if totals.tensor_bytes else "",
+        "predicted peak": (
+            format_size(totals.predicted_tensor_bytes) if totals.predicted_tensor_bytes else ""
+        ),
+        "error of memory": "" if totals.memory_error is None else f"{100 * totals.memory_error:+z.0f} %",
+    }
+
+
+def _describe_settings(comparison: Comparison) -> list[str]:
+    """Return the settings of plans and tasks that differ, as two sentences."""
+    # The plan of an older or damaged run may not load; its results are still worth showing.
+    try:
+        plans = "; ".join(comparison.plan_differences) or "none"
+    except ValueError as error:
+        plans = f"not known: {error}"
+    tasks = "; ".join(comparison.task_differences) or "none"
+    # A user's own function has no fields to compare.
+    unknown = " and ".join(make_printable(run.name) for run in comparison.runs if not has_task_fields(run))
+    limit = f" (of {unknown} only the task's name and steps are known)" if unknown else ""
+    return [f"Plan settings that differ: {plans}.", f"Task settings that differ: {tasks}{limit}."]
+
+
 def _create_chart() -> Chart:
     axis_x = {"showgrid": False, "zeroline": False, "nticks": 6, "rangemode": "tozero"}
     layout = {
@@ -81,7 +159,8 @@ def _create_chart() -> Chart:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "var(--jp-ui-font-family, system-ui, sans-serif)", "size": 11},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        # The table's heading is the legend: in a low chart plotly's own would lie over the title.
+        "showlegend": False,
         # Zooming one chart zooms the other, because both share the steps.
         "xaxis": {**axis_x, "anchor": "y", "matches": "x2", "showticklabels": False},
         "xaxis2": {**axis_x, "anchor": "y2", "title": {"text": "step", "standoff": 4}},
@@ -127,9 +206,6 @@ def _build_trace(curve: Curve, index: int, number: int) -> dict[str, object]:
         "mode": "lines+markers" if len(line.x) <= FEW_POINTS else "lines",
         "line": {"color": RANK_COLOURS[index], "dash": RANK_DASHES[index], "width": 1.8},
         "marker": {"symbol": ("circle", "square-open")[index], "size": 6},
-        # Both charts share one legend.
-        "legendgroup": str(index),
-        "showlegend": number == 0,
         "hovertemplate": f"{escape(curve.run)}: %{{y:,.4g}} at step %{{x:,}}<extra></extra>",
     }
 

@@ -57,7 +57,7 @@ def describe_plan(summary: RunSummary) -> str:
     plan = summary.plan
     if plan is None:
         return "plan cannot be read"
-    method = "" if plan.recipe.method == "full" else f", {plan.recipe.method}"
+    method = {"full": "", "lora": ", LoRA", "qlora": ", QLoRA"}[plan.recipe.method]
     model, gpus = name_model(plan.architecture), describe_devices(plan.cluster)
     target = summary.run.target if summary.run is not None else ""
     # The job before the plan: a narrow list cuts what is last.

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html import unescape
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from shardscope.runs.explain.compare import Curve
+from written_runs import PLAN, write_run
+
+import shardscope as ss
+from shardscope.runs.explain.compare import Curve, Runs
 from shardscope_widgets.run.comparison import ComparisonView
+from shardscope_widgets.run.runs_table import format_time
 
 
 class FakeComparison:
@@ -22,6 +29,9 @@ class FakeComparison:
         **predicted: float,
     ) -> None:
         self.losses, self.paces, self.predicted = losses, paces, predicted
+        self.runs: list[ss.Run] = []
+        self.plan_differences: list[str] = []
+        self.task_differences: list[str] = []
 
     def loss_curves(self) -> list[Curve]:
         return [Curve(run=name, points=points) for name, points in zip("ab", self.losses, strict=True)]
@@ -31,9 +41,6 @@ class FakeComparison:
         return "tokens/s", [
             Curve(run=name, points=points, predicted=self.predicted.get(name)) for name, points in curves
         ]
-
-    def _repr_html_(self) -> str:
-        return "<table></table>"
 
 
 def show_pair(*losses: Mapping[int, float], **more: Any) -> ComparisonView:
@@ -51,6 +58,26 @@ def test_both_losses_share_one_axis() -> None:
     assert (level.y0, level.yref) == (120.0, "y2")
     assert "predicted 120" in [note.text for note in view.chart.layout.annotations]
     assert view.chart.layout.yaxis.type == "linear"
+
+
+def test_numbers_have_the_units_of_the_list_and_of_a_run(tmp_path: Path) -> None:
+    plan = replace(PLAN, recipe=replace(PLAN.recipe, method="lora"))
+    runs = [ss.Run.attach(write_run(name, parent=tmp_path, plan=plan)) for name in ("first", "second")]
+    view = ComparisonView()
+    view.show(Runs(runs).compare("first", "second"))
+    head, _, body = view.table.value.partition("<tbody>")
+    rows = {
+        label: unescape(re.sub("<[^>]+>", " ", cells)).split()
+        for label, cells in re.findall(r"<th scope='row'>(.*?)</th>(.*?)</tr>", body)
+    }
+    assert "2 CPU ranks, DDP, LoRA" in body and "2xcpu" not in body
+    assert rows["started"][:3] == format_time(runs[0].created).split()
+    assert rows["step time"][1] in ("ms", "s") and rows["last loss"][0].count(".") == 1
+    assert not any("GiB" in label or "seconds" in label for label in rows)
+    # Each heading shows its line in the charts, which need no legend that could lie over a title.
+    assert head.count("ss-line-swatch") == 2 and "first" in head
+    assert view.chart.layout.showlegend is False
+    assert "Plan settings that differ: none." in view.table.value
 
 
 def test_diverging_loss_switches_to_a_logarithmic_axis() -> None:

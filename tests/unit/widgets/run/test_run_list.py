@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from fake_runs import wait_until
 from tests.requirements import sample
-from written_runs import CREATED, write_failure, write_run
+from written_runs import CREATED, PLAN, write_failure, write_run
 
 import shardscope as ss
 from shardscope.records.folder import RunFolder
@@ -207,6 +208,14 @@ def test_list_updates_active_runs_automatically(views: list[Any], monkeypatch: p
     assert wait_until(lambda: threads.issuperset(threading.enumerate())), (
         "without active runs there is no thread"
     )
+
+
+@pytest.mark.parametrize(("method", "text"), [("full", "DDP"), ("lora", "DDP, LoRA")])
+def test_the_method_has_its_usual_spelling(method: Any, text: str) -> None:
+    write_run("one", plan=replace(PLAN, recipe=replace(PLAN.recipe, method=method)))
+    view = RunsView()
+    assert f"on 2 CPU ranks, {text} " in read_rows(view)[0]
+    view.close()
 
 
 def test_two_runs_are_compared_and_a_third_replaces_the_first() -> None:
