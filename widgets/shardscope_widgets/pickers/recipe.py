@@ -31,19 +31,16 @@ class RecipePicker(Picker):
         )
         self.seq_len = controls.create_text_box(recipe.seq_len, "Sequence length in tokens")
         self.micro = controls.create_text_box(
-            recipe.micro_batch_size, "Micro-batch size: sequences per rank in one forward pass", "64px"
+            recipe.micro_batch_size, "Micro-batch size: sequences per rank in one forward pass"
         )
         self.global_batch = controls.create_text_box(
-            recipe.global_batch_size,
-            "Global batch size: sequences per optimizer step, over all ranks",
-            "72px",
+            recipe.global_batch_size, "Global batch size: sequences per optimizer step, over all ranks"
         )
         self.recompute = controls.create_dropdown(
             options=list_options("recompute", None, None),
             value=recipe.recompute,
             tooltip="Activation checkpointing: which activations backward recomputes",
         )
-        batch = Row("Micro, global batch", self.micro, self.global_batch)
         self._rank_row = Row("LoRA rank", self.lora_rank)
         self.advanced = Advanced(recipe)
         self.also = controls.create_html("", "ss-hint")
@@ -57,9 +54,8 @@ class RecipePicker(Picker):
                 "lora_rank": self._rank_row,
                 "precision": Row("Precision", self.precision),
                 "seq_len": Row("Sequence", self.seq_len),
-                # One row serves both, so that their errors are shown where both numbers are.
-                "global_batch_size": batch,
-                "micro_batch_size": batch,
+                "micro_batch_size": Row("Micro-batch", self.micro),
+                "global_batch_size": Row("Global batch", self.global_batch),
                 "recompute": Row("Recompute", self.recompute),
                 **self.advanced.rows,
             },

@@ -27,6 +27,8 @@ PIXELS = 272
 SHOWN_OVER_CAPACITY = 1.5
 """Plans up to this multiple of a GPU's memory are drawn; those far beyond it are of no interest."""
 INK = "#7f8790"
+CURRENT = "#e8590c"
+"""The ring of the current plan, which stands out between a thousand marks in both themes."""
 TOOLTIP_CHARACTERS = 46
 """Maximum characters of a tooltip line, for a chart of 390 pixels."""
 
@@ -55,7 +57,12 @@ def create_ranking_figure() -> Chart:
     on_screen = go.Scatter(
         name="this plan",
         mode="markers",
-        marker={"symbol": "circle-open", "size": 16, "line": {"width": 2, "color": INK}, "color": INK},
+        marker={
+            "symbol": "circle-open",
+            "size": 18,
+            "line": {"width": 3, "color": CURRENT},
+            "color": CURRENT,
+        },
         hoverinfo="skip",
         # The ring of a plan near an axis would be cut off.
         cliponaxis=False,
@@ -221,7 +228,7 @@ def render_legend(ranking: Ranking, *, has_current: bool) -> str:
         "<span><b>—</b> fastest plan up to this memory</span>",
     ]
     if has_current:
-        parts.append("<span><b>◯</b> this plan</span>")
+        parts.append(f"<span><b style='color:{CURRENT}'>◯</b> this plan</span>")
     return f"<div class='ss-key'>{''.join(parts)}</div>"
 
 

@@ -45,7 +45,9 @@ def render_page(
     shown = order[first : first + ROWS_ON_A_PAGE]
     steps = np.asarray(ranking.step_seconds, dtype=float)
     # One unit for the column, that of the first row, so that the numbers can be compared.
-    scale = Scale.for_seconds(float(steps[order[0]]))
+    first_seconds = float(steps[order[0]])
+    # In seconds from 1 s on, as the advice has them: unlike a step's parts, whole steps are alike in size.
+    scale = Scale("s", 1.0) if first_seconds >= 1 else Scale.for_seconds(first_seconds)
     device = name_rate_unit(ranking.cluster)
     head = _render_heading("framework", "plan", column, ascending) + "<th>micro-batch</th>"
     head += "<th class='ss-text'>recompute</th>"

@@ -118,11 +118,13 @@ class RankingView(View):
             if self.figure is None:
                 self.figure = create_ranking_figure()
                 on_plan_click(self.figure, lambda index: self.table.press_button(f"apply:{index}"))
-                self._place.children = [self.figure]
-                self._bar.layout.display = ""
             num_marks = draw_ranking(self.figure, ranking)
             self.caption.value = describe_counts(ranking, num_marks)
             self._mark_again()
+            # Once it is drawn: an empty chart would be seen for a moment.
+            if not self._place.children:
+                self._place.children = [self.figure]
+                self._bar.layout.display = ""
 
     def freeze(self, frozen: bool) -> None:
         """Disable everything while the ranking does not match the current plan."""
