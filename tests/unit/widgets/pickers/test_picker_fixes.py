@@ -81,6 +81,7 @@ def test_fix_lists_every_field_that_it_changes(studio: Any) -> None:
     row = studio.recipe.rows["global_batch_size"]
     assert "128" in read_message(row) and read_message(row).endswith("Use 1,024")
     studio.recipe.micro.value = "99999999"
+    row = studio.recipe.rows["micro_batch_size"]
     assert "micro batch size 65,536" in read_message(row) and "global batch size 524,288" in read_message(row)
 
 
