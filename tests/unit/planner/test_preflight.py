@@ -19,6 +19,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks import CHECKS, SEVERITIES, Finding
 from shardscope.planner.checks.nearby_widths import align_width
 from shardscope.planner.memory_needs import fits, list_memory_needs
+from shardscope.timing.report import format_seconds
 
 
 def make_plan(
@@ -252,6 +253,9 @@ def test_more_ranks_than_experts_are_replicated() -> None:
     saved = crowded.memory().peak_bytes - finding.plan.memory().peak_bytes
     assert saved / 2**30 == finding.number
     assert saved > 0.2 * crowded.memory().peak_bytes
+    won = crowded.step().seconds - finding.plan.step().seconds
+    assert won > 0.3 * crowded.step().seconds, "all-gathers and reduce-scatters are an eighth"
+    assert f"a step takes {format_seconds(won)} less" in finding.why
     for method in ("full", "lora"):
         of_method = replace(crowded, recipe=replace(crowded.recipe, method=method))
         assert "on the fullest of 64 ranks" in of_method.memory().explain("parameters")

@@ -234,6 +234,17 @@ def test_gpt_3_on_64_gpus_is_near_the_published_step_time(how: Any, measured: fl
     assert report.seconds == pytest.approx(measured, rel=0.25)
 
 
+@pytest.mark.parametrize(
+    ("stage", "collective"),
+    [(0, "all_reduce"), (1, "all_reduce"), (2, "all_reduce"), (3, "reduce_scatter")],
+)
+def test_deepspeed_reduce_scatters_gradients_in_stage_3_only(stage: int, collective: str) -> None:
+    """In stages 1 and 2 each rank copies its partition out of an all-reduced bucket."""
+    report = predict_step(layout=ss.Layout.zero(stage=stage), global_batch_size=8)
+    (reduction,) = (one for one in report.communication if one.part == "gradients")
+    assert reduction.collective == collective
+
+
 def test_hsdp_all_reduces_between_replicas_once_a_step() -> None:
     """HSDP reduce-scatters with every micro-batch, and all-reduces between replicas with the last."""
     cluster = ss.Cluster.parse("2x8xh100-sxm-80gb")

@@ -47,7 +47,7 @@ def test_experts_without_replicas_cause_no_communication() -> None:
     assert count_sent_bytes(report, "reduce_scatter") == {8: pytest.approx(4 * DENSE, rel=1e-3)}
     assert count_sent_bytes(report, "all_gather") == {8: pytest.approx(2 * DENSE, rel=1e-3)}
     two = build_mixtral_plan(ss.Layout.zero(stage=2, ep=8)).step()
-    per_batch = {ranks: size / 2 for ranks, size in count_sent_bytes(two, "reduce_scatter").items()}
+    per_batch = {ranks: size / 2 for ranks, size in count_sent_bytes(two, "all_reduce").items()}
     assert per_batch == {8: pytest.approx(2 * DENSE, rel=1e-3)}
 
 
@@ -72,8 +72,11 @@ def test_experts_not_sharded_by_tp_are_sent_whole() -> None:
 
 
 def test_without_expert_parallelism_all_weights_share_one_group() -> None:
-    for layout in (ss.Layout.megatron(), ss.Layout.zero(stage=1)):
-        assert set(count_sent_bytes(build_mixtral_plan(layout).step(), "reduce_scatter")) == {8}
+    for layout, reduction in (
+        (ss.Layout.megatron(), "reduce_scatter"),
+        (ss.Layout.zero(stage=1), "all_reduce"),
+    ):
+        assert set(count_sent_bytes(build_mixtral_plan(layout).step(), reduction)) == {8}
 
 
 def test_the_host_update_time_does_not_depend_on_ep() -> None:
@@ -110,3 +113,45 @@ def test_deepspeed_updates_the_elements_of_its_memory_model(plan: ss.Plan) -> No
         updated = traffic.updated + traffic.updated_on_host
         # Partitions are padded; stage 3 cuts each tensor, small ones too.
         assert updated == pytest.approx(count_elements(plan, stage).partition, rel=0.02)
+
+
+STREAM = 4096 * 4096 * 2
+"""Bytes of a micro-batch's hidden states of Mixtral 8x7B in bf16, with one sequence of 4096 tokens."""
+
+
+def sum_layer_bytes(plan: ss.Plan, part: str, collective: str, ranks: int) -> float:
+    """Return the bytes of collectives for one layer and one micro-batch, without recomputation."""
+    num_bytes = sum(
+        one.num_bytes
+        for one in plan.step().communication
+        if (one.part, one.collective, one.ranks) == (part, collective, ranks)
+    )
+    return num_bytes / plan.architecture.num_hidden_layers / plan.num_micro_batches
+
+
+@pytest.mark.parametrize(
+    ("tp", "etp", "ep"), [(1, None, 4), (2, None, 4), (4, None, 2), (2, 1, 4), (4, 2, 2), (4, 1, 8)]
+)
+def test_tensor_parallel_ranks_exchange_their_own_part_of_the_sequence(
+    tp: int, etp: int | None, ep: int
+) -> None:
+    """Two experts a token, there and back, forward and backward (megatron-core, token_dispatcher.py)."""
+    plan = build_mixtral_plan(ss.Layout.megatron(tp=tp, ep=ep, etp=etp))
+    assert plan.recipe.recompute == "none"
+    assert sum_layer_bytes(plan, "expert_parallel", "all_to_all", ep) == pytest.approx(4 * 2 * STREAM / tp)
+
+
+@pytest.mark.parametrize(("etp", "ep"), [(1, 1), (1, 4), (2, 1), (2, 4), (4, 2)])
+def test_ranks_that_share_an_expert_gather_its_tokens(etp: int, ep: int) -> None:
+    """After the all-to-all they all-gather, and reduce-scatter the results: both in forward and backward."""
+    tp = 4
+    plan = build_mixtral_plan(ss.Layout.megatron(tp=tp, ep=ep, etp=etp), "2x8xh100-sxm-80gb")
+    # Of the four tensor-parallel ranks, each ``etp`` share the tokens of their part of the sequence.
+    gathered = 2 * 2 * STREAM * etp / tp if etp > 1 else 0.0
+    around_attention = 0.0
+    if etp == tp:
+        # Attention's pair in forward is an all-reduce; in backward one reduce-scatter and two all-gathers.
+        dense = build_mixtral_plan(ss.Layout.megatron(tp=tp, etp=1), "2x8xh100-sxm-80gb")
+        around_attention = sum_layer_bytes(dense, "tensor_parallel", "reduce_scatter", tp)
+    sent = sum_layer_bytes(plan, "tensor_parallel", "reduce_scatter", etp)
+    assert sent == pytest.approx(gathered + around_attention)

@@ -198,13 +198,22 @@ class LayerWork:
         return layer_seconds
 
     def count_routed_tokens(self) -> float:
-        """Return the tokens of the most loaded rank's experts: as many as a rank sends, times their load.
+        """Return the tokens of the most loaded rank's experts, a copy for each expert.
 
-        If each tensor-parallel rank has its own experts, it sends only its part of the sequence.
+        If each tensor-parallel rank has its own experts, they get only its part of the sequence.
         """
+        return self._count_token_copies(self.tokens * self.expert_tp / self.plan.degrees.tp)
+
+    def count_sent_tokens(self) -> float:
+        """Return the tokens that the most loaded rank exchanges with other expert-parallel ranks.
+
+        With a split sequence, a tensor-parallel rank sends and receives tokens of its own part only.
+        """
+        return self._count_token_copies(self.tokens / self.cut)
+
+    def _count_token_copies(self, tokens: float) -> float:
         experts = self.arch.mixture_of_experts
         assert experts is not None
-        tokens = self.tokens * self.expert_tp / self.plan.degrees.tp
         return tokens * experts.num_experts_per_tok * self.modules.expert_load
 
     def get_expert_rate(self) -> MatrixRate:

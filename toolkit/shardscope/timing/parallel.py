@@ -44,19 +44,37 @@ def list_parallel_collectives(work: LayerWork) -> list[Repeated]:
         collectives.append(Repeated(_count_layers, sum_collectives(_list_context_parallel(work), call)))
     if _any_above_one(degrees.ep) and work.arch.mixture_of_experts is not None:
         collectives.append(Repeated(_count_moe_layers, sum_collectives(_list_expert_parallel(work), call)))
+    if _any_above_one(work.expert_tp) and _has_token_dispatcher(work):
+        collectives.append(
+            Repeated(_count_moe_layers, sum_collectives(_list_expert_tensor_parallel(work), call))
+        )
     if _any_above_one(degrees.pp):
         collectives.append(Repeated(_count_one, sum_collectives(_list_pipeline_sends(work), call)))
     return collectives
 
 
+def _has_token_dispatcher(work: LayerWork) -> bool:
+    """Return whether Megatron-core's ``MoEAlltoAllTokenDispatcher`` routes tokens.
+
+    Each tensor-parallel rank dispatches its own part of the split sequence, and routed experts have
+    tensor-parallel collectives of their own (megatron/core/transformer/moe/token_dispatcher.py).
+    """
+    return work.arch.mixture_of_experts is not None and work.modules.kernels == "megatron"
+
+
 def _count_reduction_pairs(work: LayerWork, stage: Stage) -> float:
     """Return the number of pairs of reductions: two per layer, one for the embedding and one for the head.
 
-    If each tensor-parallel rank has its own experts, an expert layer has none around its MLP.
+    With Megatron-core's dispatcher, an expert layer has the pair around its MLP for shared experts only: see
+    :func:`_list_expert_tensor_parallel`.
     """
+    experts = work.arch.mixture_of_experts
+    has_pair_around_experts = (
+        not _has_token_dispatcher(work) or experts is None or experts.shared_expert_intermediate_size > 0
+    )
     pairs: float = stage.is_first + stage.is_last * 1
     for moe, layers in count_layers_by_kind(work.arch, stage):
-        pairs = pairs + layers * (where(work.expert_tp > 1, 2, 1) if moe else 2)
+        pairs = pairs + layers * (2 if has_pair_around_experts or not moe else 1)
     return pairs
 
 
@@ -176,12 +194,25 @@ def _list_expert_parallel(work: LayerWork) -> list[Transfer]:
     Lepikhin et al. 2020.
     """
     plan, degrees = work.plan, work.plan.degrees
-    routed = work.count_routed_tokens() * work.arch.hidden_size * work.modules.compute
+    sent = work.count_sent_tokens() * work.arch.hidden_size * work.modules.compute
     # If each tensor-parallel rank has its own experts, they are spread over tp first.
     stride = where(work.expert_tp < degrees.tp, 1, degrees.tp)
     # Tokens go to their experts and back: in forward, in backward, and in a recomputed forward.
     times = plan.num_micro_batches * 2 * (2 + compute_recomputed_share(plan))
-    return [Transfer("expert_parallel", "all_to_all", routed, degrees.ep, stride, times)]
+    return [Transfer("expert_parallel", "all_to_all", sent, degrees.ep, stride, times)]
+
+
+def _list_expert_tensor_parallel(work: LayerWork) -> list[Transfer]:
+    """Return the collectives of ranks that share an expert, around its matmuls.
+
+    Each rank receives tokens of its part of the sequence: they all-gather these before the matmuls and
+    reduce-scatter the results, and the other way round in backward (``MoEAlltoAllTokenDispatcher``,
+    ``dispatch_postprocess`` and ``combine_preprocess``). Nothing overlaps.
+    """
+    routed = work.count_routed_tokens() * work.arch.hidden_size * work.modules.compute
+    times = work.plan.num_micro_batches * (2 + compute_recomputed_share(work.plan))
+    gather = Transfer("tensor_parallel", "all_gather", routed, work.expert_tp, 1, times)
+    return [gather, gather._replace(collective="reduce_scatter")]
 
 
 def _list_pipeline_sends(work: LayerWork) -> list[Transfer]:

@@ -26,10 +26,10 @@ in rehearsals of a Llama layer with nine parameters. Stages 1 and 2 add none to 
 def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """Return the traffic of parameters and gradients per step, in bytes.
 
-    Stage 0 all-reduces gradients, stages 1 and 2 reduce-scatter them and all-gather parameters, stage 3
-    all-gathers parameters at every use. Reductions are overlapped with backward only with ``overlap_comm``,
-    the default of stage 3; with a cast (``communication_data_type``) they send twice the bytes of half
-    precision.
+    Stages 0 to 2 all-reduce gradients, stages 1 and 2 all-gather updated parameters; stage 3 all-gathers
+    parameters at every use and reduce-scatters gradients. Reductions are overlapped with backward only with
+    ``overlap_comm``, the default of stage 3; with a cast (``communication_data_type``) they send twice the
+    bytes of half precision.
     """
     layout = get_layout(plan)
     check_not_quantized(layout)
@@ -83,7 +83,10 @@ def _list_reductions(plan: Plan, groups: list[tuple[int, int, int]]) -> list[Tra
     overlaps_with: OverlappedWith = "nothing"
     if overlaps and layout.stage > 0:
         overlaps_with = "backward" if layout.stage >= 2 else "last_backward"
-    collective: Collective = "all_reduce" if layout.stage == 0 else "reduce_scatter"
+    # DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py: ``average_tensor`` all-reduces each bucket (without
+    # ``use_multi_rank_bucket_allreduce`` it reduces one partition after another to its rank), and each rank
+    # copies its partition out of it (``allreduce_and_scatter``).
+    collective: Collective = "all_reduce" if layout.stage < 3 else "reduce_scatter"
     return [
         Transfer(
             "gradients",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.ops import group_equal, minimum, where
 from shardscope.core.precision import get_base_width, widths
 from shardscope.frameworks.fsdp2.layout import get_layout
+from shardscope.frameworks.fsdp2.memory.quantized import count_base_shard
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
@@ -39,14 +40,21 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     (True), or over the given number of ranks. Prefetching overlaps the next layer's all-gather with this
     layer's compute. All-gathered parameters are copied out of one flat buffer, gradients into one
     (``_fsdp_collectives.py``). A pipeline stage keeps its parameters all-gathered after a backward, and
-    reduces its gradients when the schedule has ended (memory/pipeline.py).
+    reduces its gradients when the schedule has ended (memory/pipeline_buffers.py).
+
+    Every rank sends a shard of the fullest rank's size: ``padded_sharded_param_size`` (``_fsdp_param.py``)
+    in all-gathers, ``_get_dim0_padded_size`` in reduce-scatters. With more ranks than experts these are
+    several times the experts' weights. A base in NF4 is all-gathered as it is stored.
     """
     layout = get_layout(plan)
     degrees, width = plan.degrees, widths[plan.recipe.precision]
     ranks, stride = group_equal(degrees.shard * degrees.cp), degrees.tp
     # One collective for each layer, and one for the rest of the stage.
     calls = stage.num_layers + 1
-    gathered, reduced = stage.base * width.compute, stage.trainable * width.reduce
+    # The elements and bytes of the buffers that memory/groups.py has layer by layer.
+    base, trained = ranks * count_base_shard(plan, stage, ranks), ranks * stage.trainable_shard
+    adapters = trained if plan.recipe.has_adapters else 0
+    gathered, reduced = (base + adapters) * width.compute, trained * width.reduce
 
     # How often a step all-gathers and reduces. In a pipeline stage, each forward before the first backward
     # all-gathers (1F1B has at most pp of them); from then on the stage keeps its parameters.
@@ -78,23 +86,31 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
 
     # Copying out reads and writes each element. With one rank there is no buffer: the parameters are cast.
     base_width = get_base_width(plan.recipe)
-    copied_width = where(ranks == 1, base_width + width.compute, 2 * width.compute)
+
+    def count_copied(stored_width: int) -> int:
+        return where(ranks == 1, stored_width, width.compute) + width.compute
+
+    copied = base * count_copied(base_width) + adapters * count_copied(width.original)
+    # Each micro-batch's gradients are copied, or added up in a pipeline; the padding is written once for each
+    # reduce-scatter.
+    padding = reduced - stage.trainable * width.reduce
     traffic = StateTraffic(
         tuple(transfers),
-        copied_for_gathers=(forwards + backwards) * stage.base * copied_width,
-        copied_for_gradients=micro_batches * stage.trainable * (width.compute + width.reduce),
+        copied_for_gathers=(forwards + backwards) * copied,
+        copied_for_gradients=micro_batches * stage.trainable * (width.compute + width.reduce)
+        + reductions * padding,
         updated=stage.trainable_shard,
     )
     if layout.offload is None or not plan.on_gpu:
         return traffic
     # Offloaded shards are copied to the GPU for each all-gather, and their gradients back; the host updates.
-    fetched = stage.base / ranks * base_width
+    fetched = (base * base_width + adapters * width.original) / ranks
     return traffic._replace(
         fetched_forward=forwards * fetched,
         fetched_backward=backwards * fetched,
-        returned_backward=reductions * stage.trainable / ranks * width.reduce,
+        returned_backward=reductions * stage.trainable_shard * width.reduce,
         updated=0.0,
-        updated_on_host=stage.trainable / ranks,
+        updated_on_host=stage.trainable_shard,
     )
 
 

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING
 from shardscope.core.finding import Finding
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
+from shardscope.core.precision import widths
+from shardscope.memory.state.stages import count_layer_shard
 from shardscope.planner.checks.case import (
     NOTICEABLE,
     Case,
     evaluate_variants,
     find_fastest,
     predict_memory,
+    predict_step,
     replace_plan_fields,
 )
 from shardscope.planner.checks.number_format import format_bandwidth, format_percent
+from shardscope.planner.memory_needs import fits
 from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
@@ -66,7 +70,7 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
     # ranks.
     crosses = shards * plan.degrees.tp > cluster.gpus_per_node
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
-    part = _gathered_bytes(case) / shards
+    part = _compute_shard_bytes(plan, shards)
     # The bytes that the link transfers during one latency: below that, a message costs more in latency than
     # in transfer.
     latency = link.latency_seconds * link.bandwidth_bytes_per_second
@@ -121,26 +125,34 @@ def check_expert_shards(case: Case) -> Iterator[Finding]:
     num_replicas = plan.degrees.replicate * factor
     changed = replace_plan_fields(plan, layout={"replicate": num_replicas})
     memory = None if changed is None else predict_memory(changed)
-    if memory is None or memory.peak_bytes > (1 - NOTICEABLE) * case.memory.peak_bytes:
+    if changed is None or memory is None:
         return
     saved = case.memory.peak_bytes - memory.peak_bytes
+    step = predict_step(changed)
+    won = case.step.seconds - step.seconds if case.step and step else 0.0
+    saves_memory = saved >= NOTICEABLE * case.memory.peak_bytes
+    changes_time = case.step is not None and abs(won) >= NOTICEABLE * case.step.seconds
+    if not saves_memory and not (changes_time and won > 0 and fits(changed, memory)):
+        return
+    effects = [f"each GPU needs {format_gib(saved)} GiB less"] if saves_memory else []
+    if changes_time:
+        effects.append(f"a step takes {format_seconds(abs(won))} {'less' if won > 0 else 'more'}")
     yield Finding(
         name="more-ranks-than-experts",
         severity="warning",
         why=f"fully_shard gives each rank whole experts: {shards - experts.num_experts} of {shards} ranks "
         f"have none of the {experts.num_experts}, and each all-gather of them is padded to {shards} experts. "
-        f"Sharded over {shards // factor} ranks, each GPU needs {format_gib(saved)} GiB less.",
-        number=saved / 2**30,
+        f"Sharded over {shards // factor} ranks, {' and '.join(effects)}.",
+        number=saved / 2**30 if saves_memory else won,
         change=f"replicate={num_replicas}: shard over {shards // factor} ranks",
         plan=changed,
     )
 
 
-def _gathered_bytes(case: Case) -> float:
-    """Return the bytes of one all-gather: a decoder layer's weights in the compute data type."""
-    from shardscope.core.precision import widths
-
+def _compute_shard_bytes(plan: Plan, shards: int) -> int:
+    """Return what one rank sends in one all-gather: its shard of a layer, padded, in the compute type."""
     # The last layer, because in a mixture of experts the first layers may be dense.
-    arch, degrees = case.plan.architecture, case.plan.degrees
-    layer = sum(arch.layer_parameters(arch.num_hidden_layers - 1).values())
-    return layer / degrees.tp * widths[case.plan.recipe.precision].compute
+    arch, degrees = plan.architecture, plan.degrees
+    has_experts = arch.is_moe_layer(arch.num_hidden_layers - 1)
+    shard = count_layer_shard(arch, has_experts, degrees.tp, degrees.ep, shards)
+    return (shard.dense_padded + shard.experts_padded) * widths[plan.recipe.precision].compute

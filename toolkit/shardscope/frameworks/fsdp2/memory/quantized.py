@@ -54,13 +54,18 @@ def count_saved_elements(arch: Architecture, moe: bool, width: int, ranks: int) 
     )
 
 
-def count_saved_in_stage(plan: Plan, stage: Stage, ranks: int) -> int:
-    """Return :func:`count_saved_elements` summed over the layers of a stage."""
+def count_base_shard(plan: Plan, stage: Stage, ranks: int) -> int:
+    """Return the stored elements of the base model on the fullest of ``ranks`` ranks of a stage.
+
+    All-gathers have as many from every rank. Without adapters the base is what trains.
+    """
+    if plan.recipe.base_quantization is None:
+        return stage.shard
     width, saved = widths[plan.recipe.precision].compute, 0
     for moe, num_layers in count_layers_by_kind(plan.architecture, stage):
         count_saved = partial(count_saved_elements, plan.architecture, moe, width)
         saved = saved + num_layers * map_distinct(count_saved, ranks)
-    return saved
+    return stage.shard - saved
 
 
 def compute_scales(plan: Plan, stage: Stage) -> int:

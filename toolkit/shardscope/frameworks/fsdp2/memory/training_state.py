@@ -23,7 +23,7 @@ from shardscope.frameworks.fsdp2.memory.pipeline_buffers import (
     compute_pipeline_buffers,
 )
 from shardscope.frameworks.fsdp2.memory.pipeline_peaks import PipelinePeaks
-from shardscope.frameworks.fsdp2.memory.quantized import compute_scales, count_saved_in_stage
+from shardscope.frameworks.fsdp2.memory.quantized import compute_scales, count_base_shard
 from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.memory.report import Term, zero_term
 from shardscope.memory.state.optimizer_state import compute_optimizer_bytes
@@ -124,12 +124,9 @@ def _compute_parameters(plan: Plan, stage: Stage, ranks: int) -> Term:
     """Return the sharded originals: the trained weights, and the frozen base under adapters."""
     recipe = plan.recipe
     width, frozen_width = widths[recipe.precision], get_base_width(recipe)
-    # A quantized base has fewer stored elements, and scales that are no parameters and so not sharded.
-    base_numel, scales = stage.shard, 0
-    if recipe.base_quantization is not None:
-        base_numel = base_numel - count_saved_in_stage(plan, stage, ranks)
-        scales = compute_scales(plan, stage)
-    base = frozen_width * base_numel + scales
+    # The scales of a quantized base are no parameters and so not sharded.
+    scales = compute_scales(plan, stage) if recipe.base_quantization is not None else 0
+    base = frozen_width * count_base_shard(plan, stage, ranks) + scales
     # Without adapters the base is what trains; its frozen width is then that of the originals.
     adapters = width.original * stage.trainable_shard if recipe.has_adapters else 0
 
