@@ -245,6 +245,41 @@ def test_deepspeed_reduce_scatters_gradients_in_stage_3_only(stage: int, collect
     assert reduction.collective == collective
 
 
+@pytest.mark.parametrize(
+    ("layout", "num_bytes"),
+    [
+        # The vocabulary of 128,256 in parts of tp; Megatron-core reduces in fp32.
+        (ss.Layout.megatron(tp=2, pp=2), 128_256 // 2 * 2048 * 4),
+        (ss.Layout.zero(stage=1, pp=2), 128_256 * 2048 * 2),
+        # A shard of each of eight ranks, in the type of the originals.
+        (ss.Layout.fsdp2(pp=2), 128_256 // 8 * 2048 * 4),
+    ],
+)
+def test_tied_embedding_is_all_reduced_between_first_and_last_stage(
+    layout: ss.Layout, num_bytes: int
+) -> None:
+    cluster = ss.Cluster.parse("2x8xh100-sxm-80gb")
+
+    def list_pairs(model: str, **recipe: Any) -> list[tuple[str, float]]:
+        report = predict_step(model, cluster, layout, global_batch_size=64, seq_len=1024, **recipe)
+        return [
+            (one.link, one.num_bytes)
+            for one in report.communication
+            if one.part == "gradients" and one.ranks == 2
+        ]
+
+    # Stages are on different nodes.
+    assert list_pairs("llama-3.2-1b") == [("infiniband-ndr", num_bytes)]
+    assert not list_pairs("llama-3.1-8b"), "its head is a matrix of its own"
+
+
+def test_frozen_tied_embedding_has_no_gradient_to_reduce() -> None:
+    report = predict_step(
+        "llama-3.2-1b", layout=ss.Layout.fsdp2(pp=2), global_batch_size=64, seq_len=1024, method="lora"
+    )
+    assert not [one for one in report.communication if one.ranks == 2 and one.part == "gradients"]
+
+
 def test_hsdp_all_reduces_between_replicas_once_a_step() -> None:
     """HSDP reduce-scatters with every micro-batch, and all-reduces between replicas with the last."""
     cluster = ss.Cluster.parse("2x8xh100-sxm-80gb")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import ceil_div, largest_element, map_distinct, where
+from shardscope.core.ops import ceil_div, largest_element, map_distinct, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
 from shardscope.memory.state.stages import count_layers_by_kind
@@ -213,6 +213,23 @@ def _list_expert_tensor_parallel(work: LayerWork) -> list[Transfer]:
     times = work.plan.num_micro_batches * (2 + compute_recomputed_share(work.plan))
     gather = Transfer("tensor_parallel", "all_gather", routed, work.expert_tp, 1, times)
     return [gather, gather._replace(collective="reduce_scatter")]
+
+
+def list_tied_reductions(plan: Plan, stage: Stage, num_bytes: float) -> list[Transfer]:
+    """Return the all-reduce of a tied embedding's gradient, once a step; empty if there is none.
+
+    The head on the last of several stages is a copy of the embedding on the first. ``num_bytes`` is the size
+    of its gradient on one rank. Nothing overlaps: it follows the last backward
+    (megatron/core/distributed/finalize_model_grads.py, ``_allreduce_word_embedding_grads``;
+    deepspeed/runtime/pipe/engine.py, ``_exec_reduce_tied_grads``; FSDP2's ``engine/pipeline.py``).
+    """
+    pp = plan.degrees.pp
+    if not plan.architecture.tie_word_embeddings or plan.recipe.has_adapters or not _any_above_one(pp):
+        return []
+    times = (pp > 1) * (stage.is_first + stage.is_last * 1)
+    # An array may have plans of one stage, which have no distance between two copies.
+    distance = maximum(1, plan.world_size // pp * (pp - 1))
+    return [Transfer("gradients", "all_reduce", num_bytes, 2, distance, times)]
 
 
 def _list_pipeline_sends(work: LayerWork) -> list[Transfer]:

@@ -8,6 +8,8 @@ from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout, get_reduction_width
 from shardscope.frameworks.deepspeed.memory.training_state import count_expert_replicas
+from shardscope.memory.state.stages import count_vocab_rows
+from shardscope.timing.parallel import list_tied_reductions
 from shardscope.timing.traffic import Collective, Overlap, OverlappedWith, StateTraffic, Transfer
 
 if TYPE_CHECKING:
@@ -41,7 +43,12 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     # Copies into the bucket and, after accumulation, to fp32 (runtime/zero/stage_1_and_2.py, stage3.py).
     copied = plan.num_micro_batches * (2 * stage.trainable * half + owned * (half + 2 * FP32))
     traffic = StateTraffic(
-        (*_list_reductions(plan, groups), *_list_all_gathers(plan, stage, groups)),
+        (
+            *_list_reductions(plan, groups),
+            # Before them, in the type in which autograd leaves it.
+            *list_tied_reductions(plan, stage, count_vocab_rows(plan) * plan.architecture.hidden_size * half),
+            *_list_all_gathers(plan, stage, groups),
+        ),
         copied_for_gradients=copied + _compute_cast_bytes(plan, stage, owned),
         updated=owned,
         main_copies=half < FP32,

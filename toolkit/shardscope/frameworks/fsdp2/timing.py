@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.ops import group_equal, minimum, where
+from shardscope.core.ops import ceil_div, group_equal, minimum, where
 from shardscope.core.precision import get_base_width, widths
 from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.frameworks.fsdp2.memory.quantized import count_base_shard
+from shardscope.memory.state.stages import count_vocab_rows
+from shardscope.timing.parallel import list_tied_reductions
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
@@ -83,6 +85,9 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         "last_backward",
     )
     transfers.append(replicas)
+    # Each rank reduces its shard of a tied embedding's gradient.
+    tied = ceil_div(count_vocab_rows(plan), ranks) * plan.architecture.hidden_size * width.original
+    transfers += list_tied_reductions(plan, stage, tied)
 
     # Copying out reads and writes each element. With one rank there is no buffer: the parameters are cast.
     base_width = get_base_width(plan.recipe)

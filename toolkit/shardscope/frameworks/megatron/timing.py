@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, widths
+from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY
 from shardscope.frameworks.megatron.layout import count_replicas, get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
+from shardscope.memory.state.stages import count_vocab_rows
+from shardscope.timing.parallel import list_tied_reductions
 from shardscope.timing.traffic import Collective, Overlap, OverlappedWith, StateTraffic, Transfer
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
             meets: OverlappedWith = "first_forward" if layout.overlap_param_gather else "nothing"
             gathered = Transfer("gathers", "all_gather", weights * half, ranks, stride, 1, buckets, meets)
             transfers.append(gathered)
+    tied = count_vocab_rows(plan, MAKE_VOCAB_SIZE_DIVISIBLE_BY * degrees.tp) * plan.architecture.hidden_size
+    transfers += list_tied_reductions(plan, stage, tied * width)
     updated: float = dense + experts
     if layout.distributed_optimizer:
         updated = dense / replicas.dense + experts / replicas.experts
