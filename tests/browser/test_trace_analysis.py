@@ -136,7 +136,7 @@ def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
     expect(body.get_by_role("button", name="Remove it from the view")).to_be_visible()
 
     body = choose_analysis(page, "Another run")
-    body.locator("select").select_option("another")
+    body.locator("select").select_option(label="another · tiny on 2 CPU ranks, FSDP2")
     expect(body.locator("th", has_text="difference")).to_be_visible()
     expect(body.locator("tbody tr")).not_to_have_count(0)
     body.scroll_into_view_if_needed()

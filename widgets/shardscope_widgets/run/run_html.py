@@ -189,7 +189,7 @@ def describe_slowest_rank(slowest: SlowestRank, node: str = "") -> tuple[str, st
     by = f"by {100 * slowest.excess:.0f} %"
     return (
         name,
-        f"slowest of {ranks}: median step {100 * slowest.excess:.0f} % longer",
+        f"slowest of {ranks}: steps +{100 * slowest.excess:.0f} %",
         f"{step}, {by} longer than the others' median.",
     )
 
@@ -204,7 +204,7 @@ def describe_slowest_node(slowest: SlowestNode, name: str, num_nodes: int) -> tu
             "The median steps of the nodes differ by less than 2 %.",
         )
     by = f"by {100 * slowest.excess:.0f} %"
-    longer = f"slowest of {nodes}: median step {100 * slowest.excess:.0f} % longer"
+    longer = f"slowest of {nodes}: steps +{100 * slowest.excess:.0f} %"
     return name, longer, f"The median step of its ranks is {by} longer than the others'."
 
 

@@ -160,7 +160,7 @@ def test_slowest_rank_is_named_although_it_has_no_curve() -> None:
     run.world_size = 12
     view = show_finished_run(run)
     facts = strip_markup(view.facts.value)
-    assert "rank 11 slowest of 12 ranks: median step 20 % longer" in facts
+    assert "rank 11 slowest of 12 ranks: steps +20 %" in facts
     rows = re.findall(r"rank (\d+)</th>", view.table.value)
     assert rows == [*map(str, range(8)), "11"] and "and 3 more ranks" in view.table.value
     assert len({trace.name for trace in view.figure.widget.data}) == 8
