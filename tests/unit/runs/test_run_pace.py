@@ -112,3 +112,26 @@ def test_pace_keeps_only_the_latest_steps() -> None:
     snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, pace_module.__file__)])
     tracemalloc.stop()
     assert 0 < sum(trace.size for trace in snapshot.traces) < 50_000
+
+
+def test_ranks_with_equal_steps_of_two_lengths_are_even() -> None:
+    """The medians of two ranks whose steps take 1.2 or 1.4 s may be one of each."""
+    pace = Pace()
+    for step in range(20):
+        for rank in (0, 1):
+            seconds = (1.2 if step % 2 else 1.4) + 0.001 * (rank == step % 3)
+            pace.add([{"step": step, "rank": rank, "time": float(step), "step_seconds": seconds}])
+    # Rank 1 lacks a short step.
+    pace.add([{"step": 20, "rank": 0, "time": 20.0, "step_seconds": 1.2}])
+    assert pace.slowest is not None and pace.slowest.is_even
+
+
+def test_the_slowest_of_many_ranks_is_compared_with_the_median_of_the_others() -> None:
+    pace = Pace()
+    for step in range(5):
+        for rank in range(9):
+            seconds = 1.5 if rank == 7 else 1.0 + 0.01 * rank
+            pace.add([{"step": step, "rank": rank, "time": float(step), "step_seconds": seconds}])
+    slowest = pace.slowest
+    assert slowest is not None and (slowest.rank, slowest.num_ranks) == (7, 9)
+    assert slowest.excess == pytest.approx(1.5 / 1.035 - 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple, TypeGuard
@@ -52,7 +53,8 @@ class Pace:
     """Speed of a run, from records in any order of ranks; keeps only the latest steps of each rank."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
+        self._seconds: dict[int, dict[int, float]] = {}
+        """Seconds of the latest steps by rank and step."""
         self._logged: dict[int, deque[tuple[int, float]]] = {}
         self._rates: dict[str, deque[float]] = {name: deque(maxlen=RECENT_STEPS) for name in RATES}
         self.seconds_ahead: Mapping[int, float] = {}
@@ -69,7 +71,10 @@ class Pace:
                 logged.append((step, float(when)))
             seconds = record.get("step_seconds")
             if _is_finite(seconds) and seconds > 0:
-                self._seconds.setdefault(rank, deque(maxlen=RECENT_STEPS)).append(float(seconds))
+                steps = self._seconds.setdefault(rank, {})
+                steps[step] = float(seconds)
+                if len(steps) > RECENT_STEPS:
+                    del steps[min(steps)]
             for name, rates in self._rates.items():
                 if rank == 0 and _is_finite(rate := record.get(name)):
                     rates.append(float(rate))
@@ -116,28 +121,50 @@ class Pace:
     @property
     def slowest(self) -> SlowestRank | None:
         """The slowest rank; None until two ranks have logged step times."""
-        medians = {rank: median(seconds) for rank, seconds in self._seconds.items()}
-        if len(medians) < 2:
+        if len(self._seconds) < 2:
             return None
+        excess = self._compare_ranks()
         # A rank that has stopped logging is slower than any other, whatever its earlier steps took.
         behind = self._furthest_behind()
-        rank = behind[0] if behind else max(medians, key=lambda number: medians[number])
-        median_of_others = median(seconds for number, seconds in medians.items() if number != rank)
-        seconds = medians.get(rank, median_of_others)
+        rank = behind[0] if behind else max(excess, key=lambda number: excess[number])
+        everyone = (seconds for steps in self._seconds.values() for seconds in steps.values())
         return SlowestRank(
             rank=rank,
-            seconds=seconds,
-            excess=max(0.0, seconds / median_of_others - 1),
-            num_ranks=len(medians),
+            seconds=median(self._seconds[rank].values() if rank in self._seconds else everyone),
+            excess=max(0.0, excess.get(rank, 0.0)),
+            num_ranks=len(self._seconds),
             steps_behind=behind[1] if behind else 0,
         )
+
+    def _compare_ranks(self) -> dict[int, float]:
+        """Return the median excess of each rank's steps over the same steps of the others; 0 without any.
+
+        Step by step, because of steps of two lengths the medians of two equal ranks may be one of each.
+        """
+        by_step: dict[int, list[float]] = {}
+        for steps in self._seconds.values():
+            for step, seconds in steps.items():
+                by_step.setdefault(step, []).append(seconds)
+        for ordered in by_step.values():
+            ordered.sort()
+        return {
+            rank: median(
+                [
+                    seconds / _find_median_without(by_step[step], seconds) - 1
+                    for step, seconds in steps.items()
+                    if len(by_step[step]) > 1
+                ]
+                or [0.0]
+            )
+            for rank, steps in self._seconds.items()
+        }
 
     def find_slowest_node(self, node_of_rank: Mapping[int, int]) -> SlowestNode | None:
         """Return the slowest node; None until ranks of two nodes have logged step times."""
         seconds: dict[int, list[float]] = {}
         for rank, rank_seconds in self._seconds.items():
             if rank in node_of_rank:
-                seconds.setdefault(node_of_rank[rank], []).append(median(rank_seconds))
+                seconds.setdefault(node_of_rank[rank], []).append(median(rank_seconds.values()))
         medians = {number: median(values) for number, values in seconds.items()}
         if len(medians) < 2:
             return None
@@ -171,3 +198,11 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _find_median_without(ordered: Sequence[float], value: float) -> float:
+    """Return the median of ``ordered`` without one ``value``, which it contains."""
+    # By index, because there may be thousands of ranks.
+    position, num_others = bisect_left(ordered, value), len(ordered) - 1
+    middle = ((num_others - 1) // 2, num_others // 2)
+    return fmean(ordered[index if index < position else index + 1] for index in middle)
