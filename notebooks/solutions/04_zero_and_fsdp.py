@@ -7,4 +7,4 @@ answer = (2 * 7.5e9 + 14 * 7.5e9 / 64) / 1e9
 answer = 32 + 32 + 1
 
 # %% 04-slow-links
-answer = ss.Layout.zero(stage=2)
+answer = ss.Layout.zero(stage=2, overlap_comm=True)

@@ -80,12 +80,13 @@ def test_pipeline_answers_are_those_of_the_schedule() -> None:
         (ss.Layout.fsdp2(reshard_after_forward=False), False),
         (ss.Layout.ddp(), False),
         (ss.Layout.zero(stage=1), False),
-        (ss.Layout.zero(stage=2), True),
+        (ss.Layout.zero(stage=2), False),
+        (ss.Layout.zero(stage=2, overlap_comm=True), True),
         (ss.Layout.zero(stage=3), False),
     ],
-    ids=lambda value: value.description if isinstance(value, ss.Layout) else None,
+    ids=["FSDP2", "FSDP2 without resharding", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-2 overlapped", "ZeRO-3"],
 )
-def test_slow_links_need_stage_2(layout: ss.Layout, right: bool) -> None:
+def test_slow_links_need_stage_2_with_overlap(layout: ss.Layout, right: bool) -> None:
     plan = data_parallel.build_slow_link_plan()
     assert round(plan.step().tokens_per_second_per_gpu) == 888, "as notebook 04 says"
     assert teach.check("04-slow-links", layout).correct is right

@@ -189,10 +189,13 @@ EXERCISES = (
         hints=(
             "Where links are slow, send less. Which stages send 2 elements a parameter, and not 3?",
             "Try the stages of DeepSpeed: ss.Layout.zero(stage=...).",
-            "Stage 1 does not fit, and stage 3 sends too much.",
+            "Stage 1 does not fit, and stage 3 sends too much. Stage 2 waits for its reductions, unless "
+            "overlap_comm=True.",
         ),
-        why="ZeRO-2 shards enough to fit and all-gathers no layer in forward and backward. Here that "
-        "matters: 8 L40S have PCIe and no NVLink, and micro-batches of one sequence leave little "
-        "arithmetic to hide an all-gather behind. With NVLink, or larger micro-batches, stage 3 catches up.",
+        why="ZeRO-2 shards enough to fit and all-gathers no layer in forward and backward. DeepSpeed "
+        "all-reduces its gradients after each micro-batch, 2 elements a parameter, which overlap with "
+        "backward only if overlap_comm=True. Here that matters: 8 L40S have PCIe and no NVLink, and "
+        "micro-batches of one sequence leave little arithmetic to hide an all-gather behind. With NVLink, or "
+        "larger micro-batches, stage 3 catches up.",
     ),
 )
