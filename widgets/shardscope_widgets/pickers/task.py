@@ -318,10 +318,12 @@ class TaskPicker(Picker):
         self.options.read()
 
     def _offer_kinds(self) -> None:
-        has_form = self.form is not None
-        kinds = [kind for kind in KIND_LABELS if kind != "finetune" or self._weights is not None or has_form]
-        default: Kind = "finetune" if self._weights is not None else "pretrain"
-        wanted = self._chosen if self._chosen is not None and self._chosen in kinds else default
+        can_finetune, has_form = self._weights is not None, self.form is not None
+        default: Kind = "finetune" if can_finetune else "pretrain"
+        wanted = self._chosen or default
+        if wanted == "finetune" and not can_finetune:
+            wanted = default
+        kinds = [kind for kind in KIND_LABELS if kind != "finetune" or can_finetune or has_form]
         # Setting the options selects the first one, which must not count as the user's choice.
         self._offering = True
         try:
@@ -339,10 +341,10 @@ class TaskPicker(Picker):
     def _choose_kind(self, change: KindChange) -> None:
         if self._offering or change["new"] is None:
             return
-        self.kind = change["new"]
         # "Pretrain" chosen as the only option does not apply to a folder that is chosen later.
         could_finetune = self._weights is not None
-        self._chosen = self.kind if self.kind == "own" or could_finetune else None
+        self._chosen = change["new"] if change["new"] == "own" or could_finetune else None
+        self.kind = change["new"]
         if self.form is not None and self.kind != "finetune":
             self.form = None
             self._offer_kinds()

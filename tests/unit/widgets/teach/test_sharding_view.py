@@ -112,7 +112,7 @@ def test_another_layer_is_drawn_at_the_same_phase() -> None:
     view = ShardingView(build_plan(ss.Layout.zero(1)))
     view.step = 2
     view.choice.value = 0
-    assert view.step == 2 and "layer 0 of 32" in view.heading.value
+    assert view.step == 2 and "layer 0 (of 0 to 31)" in view.heading.value
     assert view.shown is not None and view.shown.get_phase("rest").slices["optimizer"][0].own_bytes
     with pytest.raises(ValueError, match="layer"):
         view.show(FSDP, layer=99)

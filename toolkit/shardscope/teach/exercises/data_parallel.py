@@ -193,7 +193,7 @@ EXERCISES = (
             "overlap_comm=True.",
         ),
         why="ZeRO-2 shards enough to fit and all-gathers no layer in forward and backward. DeepSpeed "
-        "all-reduces its gradients after each micro-batch, 2 elements a parameter, which overlap with "
+        "all-reduces its gradients after each micro-batch, 2 elements a parameter, and overlaps that with "
         "backward only if overlap_comm=True. Here that matters: 8 L40S have PCIe and no NVLink, and "
         "micro-batches of one sequence leave little arithmetic to hide an all-gather behind. With NVLink, or "
         "larger micro-batches, stage 3 catches up.",
