@@ -101,14 +101,14 @@ class Coordinator:
     def pull(
         self, received: Mapping[str, FileState], commands: Chunk | None
     ) -> tuple[list[Chunk], int, bool]:
-        """Return what the folder beside the notebook lacks, the size of the commands here, and whether the
-        run has ended."""
+        """Return the bytes that the notebook's run folder lacks, the size of the commands here, and whether
+        the run has ended."""
         assert self._hub is not None
         is_ended = self._is_ended
         return (*self._hub.pull(received, commands), is_ended)
 
     def leave(self) -> None:
-        """Note that the folder beside the notebook has everything, or is deleted."""
+        """Mark the notebook's run folder as complete, or as deleted: this copy is no longer needed."""
         assert self._hub is not None
         self._hub.is_released = True
 

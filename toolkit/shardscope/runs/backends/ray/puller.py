@@ -1,4 +1,4 @@
-"""The puller of a Ray run without a shared run folder: it writes the folder beside the notebook.
+"""Download of the records of a Ray run without a shared run folder, into the notebook's run folder.
 
 It is a process on the kernel's machine that outlives the kernel. It asks the run's coordinator for what the
 folder lacks and brings it the commands of ``control.jsonl``. It may be killed at any moment: the next one,

@@ -186,7 +186,7 @@ class NodeStream:
 
 
 class StreamHub:
-    """The coordinator's copy, through which the nodes' copies and the folder beside the notebook meet."""
+    """The coordinator's copy of a run folder, synchronized with those of the nodes and of the notebook."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
