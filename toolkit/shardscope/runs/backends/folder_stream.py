@@ -34,8 +34,16 @@ STAYING = frozenset({CHECKPOINTS, EXPORT, MERGED})
 """Subfolders of weights."""
 PART = re.compile(r"[^/\0]+")
 
-State = tuple[int, int]
-"""Size in bytes and time (``st_mtime_ns``) of a file; the time is 0 for files that only grow."""
+
+class State(NamedTuple):
+    """What a copy has of one file."""
+
+    num_bytes: int
+    """Number of its first bytes that are there."""
+    time: int
+    """``st_mtime_ns`` of the file that they come from; 0 for files that only grow."""
+    size: int
+    """Size of that file."""
 
 
 class Chunk(NamedTuple):
@@ -70,7 +78,7 @@ def advance(states: dict[str, State], chunks: Iterable[Chunk]) -> None:
     """Change what a copy has by the chunks that it has received."""
     for chunk in chunks:
         end = chunk.offset + len(chunk.data)
-        states[chunk.name] = (end, 0 if grows(chunk.name) else chunk.time)
+        states[chunk.name] = State(end, 0, end) if grows(chunk.name) else State(end, chunk.time, chunk.size)
 
 
 class FolderSource:
@@ -95,8 +103,8 @@ class FolderSource:
         chunks: list[Chunk] = []
         left = max_bytes
         # Small files first: heartbeats do not wait for a long trace.
-        ordered = sorted(now.items(), key=lambda item: item[1][0])
-        for name, (size, changed) in (*ordered, *before.items()):
+        ordered = sorted(now.items(), key=lambda item: item[1].size)
+        for name, (_, changed, size) in (*ordered, *before.items()):
             if stays(name, size) or not self._selects(name):
                 continue
             for chunk in self._read_file(name, size, changed, received.get(name)):
@@ -111,14 +119,15 @@ class FolderSource:
             whole, size = size, self._limit(name, size)
             if state is None:
                 offset = 0
-            elif size <= state[0] <= whole:
+            elif size <= state.num_bytes <= whole:
                 return
             else:
-                offset = state[0] if state[0] < size else 0
+                offset = state.num_bytes if state.num_bytes < size else 0
+        elif state == (size, changed, size):
+            return
         else:
-            if state == (size, changed):
-                return
-            offset = state[0] if state is not None and state[1] == changed and state[0] < size else 0
+            # A clock of files advances every few milliseconds: the next version may have the same time.
+            offset = state.num_bytes if state is not None and state[1:] == (changed, size) else 0
         try:
             with open_to_read(self._root / name) as file:
                 if not grows(name):
@@ -179,7 +188,7 @@ class FolderCopy:
         partial = path.with_name(f".{path.name}.received")
         if chunk.offset == 0:
             partial.unlink(missing_ok=True)
-        elif self._partial.get(chunk.name) != (chunk.offset, chunk.time):
+        elif self._partial.get(chunk.name) != (chunk.offset, chunk.time, chunk.size):
             return
         descriptor = open_descriptor(partial, os.O_WRONLY | os.O_CREAT)
         try:
@@ -187,7 +196,7 @@ class FolderCopy:
         finally:
             os.close(descriptor)
         end = chunk.offset + len(chunk.data)
-        self._partial[chunk.name] = (end, chunk.time)
+        self._partial[chunk.name] = State(end, chunk.time, chunk.size)
         if end >= chunk.size:
             # The time of the original: readers see a heartbeat by it, and the sender that it is complete.
             os.utime(partial, ns=(chunk.time, chunk.time))
@@ -245,6 +254,7 @@ def scan(root: Path) -> Iterator[tuple[str, State]]:
                         pending.append(name)
                     elif entry.is_file(follow_symlinks=False):
                         found = entry.stat(follow_symlinks=False)
-                        yield name, (found.st_size, 0 if grows(name) else found.st_mtime_ns)
+                        changed = 0 if grows(name) else found.st_mtime_ns
+                        yield name, State(found.st_size, changed, found.st_size)
         except OSError:  # A folder that was deleted meanwhile.
             continue

@@ -167,7 +167,7 @@ class NodeStream:
         own = self.path / NODES / str(self._node)
         sizes: dict[str, int] = {}
         checkpoints: dict[str, object] = {}
-        for name, (size, _) in scan(self.path):
+        for name, (size, _, _) in scan(self.path):
             if stays(name, size):
                 # One entry for each checkpoint or model: their many files belong together.
                 parts = name.split("/")

@@ -261,9 +261,9 @@ def _send_folder(folder: RunFolder, coordinator: ActorHandle[Coordinator]) -> No
     """Send the files of a launch to the coordinator's copy of the run folder. Raises Ray's errors."""
     import ray
 
-    from shardscope.runs.backends.folder_stream import FolderSource, advance
+    from shardscope.runs.backends.folder_stream import FolderSource, State, advance
 
-    sent: dict[str, tuple[int, int]] = {}
+    sent: dict[str, State] = {}
     source = FolderSource(folder.path, lambda name: "/" not in name)
     while chunks := source.read(sent):
         ray.get(coordinator.receive.remote(chunks), timeout=START_SECONDS)
