@@ -2,53 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import check_flag, check_integer, check_number, refuse
+from shardscope.core.errors import check_flag, check_integer, refuse
 from shardscope.machine.processes import identify_machine
 from shardscope.records.attempts import read_attempts
 from shardscope.records.folder import (
-    CERTAINLY_ENDED,
     EXPORT,
     FINAL,
     RunFolder,
     checked_path,
-    explain_write_error,
 )
 from shardscope.records.folder_checks import (
-    check_file_kinds,
-    check_supervisor,
     read_description,
 )
 from shardscope.records.follow import Follow
 from shardscope.records.json_files import (
     LineTail,
-    append_line,
     finite_or_special,
     read_json,
-    read_lines,
     read_tail_text,
     write_json,
 )
 from shardscope.records.json_values import is_int, parse_object
 from shardscope.records.nodes import RunNode, describe_job, read_nodes
 from shardscope.records.redaction import redact
-from shardscope.records.regular_files import NotRegularFileError, check_regular
+from shardscope.records.regular_files import check_regular
 from shardscope.records.samples import Sample, read_samples
 from shardscope.records.terminal_text import plain_text
 from shardscope.runs.backends.ray.stream import read_kept
-from shardscope.runs.backends.slurm_job import SlurmError, cancel_waiting, read_job_id
+from shardscope.runs.control import request_stop, send_command
 from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
-from shardscope.runs.run_status import RunStatus, is_transition
-from shardscope.runs.stop_request import Button, every_rank_reads_stops, find_notebook
+from shardscope.runs.run_status import RunStatus
+from shardscope.runs.stop_request import Button, every_rank_reads_stops
+from shardscope.runs.waiting import wait_for, wait_for_async
 from shardscope.runs.watch.logged_memory import LoggedMemory, LoggedPeak
 
 if TYPE_CHECKING:
@@ -58,15 +51,6 @@ if TYPE_CHECKING:
     from shardscope.runs.explain.predicted_metrics import PredictedMetrics
     from shardscope.runs.trained.chat import Chat
     from shardscope.trace import Trace
-
-WAIT_SECONDS = 0.05
-LONG_WAIT_SECONDS = 0.2
-"""Polling interval after ``PATIENT_AFTER_SECONDS`` of waiting: longer, to leave the core to CPU ranks."""
-PATIENT_AFTER_SECONDS = 3.0
-MAX_WAIT_SECONDS = 1e9
-"""Upper bound of a timeout, about thirty years."""
-MAX_NAMES = 20
-"""Maximum number of run names listed in an error message."""
 
 
 class Run:
@@ -92,37 +76,9 @@ class Run:
         ``folder`` may also be the parent of exactly one undamaged run. Raises ``ValueError`` if it holds no
         run or several, or if the run is damaged; the message then names the damaged file.
         """
-        from shardscope.runs.backends.ray.puller import continue_stream  # A program: it runs as __main__.
-        from shardscope.runs.summaries import is_run, list_runs
+        from shardscope.runs.attach import attach_run
 
-        # Check every file's kind before any is opened: opening a pipe in a run folder would block forever.
-        candidate = RunFolder(checked_path("Run.attach folder", folder))
-        if is_run(candidate.path):
-            check_file_kinds(candidate, inside=True)
-            check_supervisor(candidate)
-            run = cls(candidate)
-            if run.status not in FINAL:
-                with contextlib.suppress(OSError):  # The folder may be another user's.
-                    continue_stream(candidate)
-            return run
-        if not candidate.path.exists():
-            # As typed in the folder of a project, whose runs are in ``runs``.
-            places = (candidate.path.parent, candidate.path.parent / "runs")
-            runs = [str(place / summary.name) for place in places for summary in list_runs(place)]
-            near = f"; runs there: {', '.join(runs[:MAX_NAMES])}" if runs else ""
-            raise ValueError(f"folder is {candidate.path}, which does not exist{near}.")
-        inside = list_runs(candidate.path)
-        undamaged = [summary for summary in inside if summary.run is not None]
-        if len(undamaged) == 1:
-            return cls.attach(candidate.path / undamaged[0].name)
-        names = [
-            summary.name if summary.run is not None else f"{summary.name} (damaged)"
-            for summary in inside[:MAX_NAMES]
-        ]
-        if len(inside) > MAX_NAMES:
-            names.append(f"{len(inside) - MAX_NAMES} more")
-        contents = ", ".join(names) or "no run at all"
-        raise ValueError(f"folder is {candidate.path}, which is not a run folder; it contains: {contents}.")
+        return attach_run(folder)
 
     @property
     def created(self) -> float:
@@ -299,20 +255,7 @@ class Run:
 
         The time of "lost" is the supervisor's last heartbeat, or None if there was none.
         """
-        keys = ("time", "status", "reason")
-        records = [record for record in read_lines(self._folder.status) if is_transition(record)]
-        state = self._status.read()
-        is_recorded = bool(records) and records[-1].get("status") in FINAL
-        if state["status"] in FINAL and not is_recorded and "time" in state:
-            records.append(state)  # The end of a job that no node has begun.
-        elif state["status"] == "lost":
-            try:
-                part = next(iter(self._folder.list_nodes()), self._folder)
-                last_heartbeat: float | None = part.supervisor.stat().st_mtime
-            except OSError:
-                last_heartbeat = None
-            records.append({**state, "time": last_heartbeat})
-        return [{key: record.get(key) for key in keys} for record in records]
+        return self._status.read_history()
 
     @property
     def attempts(self) -> list[dict[str, object]]:
@@ -515,7 +458,7 @@ class Run:
             task = str(self._description.get("task")).rpartition(".")[2]
             never = f"False: a {task} never reads ctx.should_stop, and saves by its own code"
             refuse("run.stop checkpoint", True, never, "run.stop()")
-        self._request_stop(checkpoint=checkpoint)
+        request_stop(self, checkpoint=checkpoint)
 
     @property
     def keeps_a_model(self) -> bool:
@@ -543,16 +486,7 @@ class Run:
 
     def press(self, button: Button) -> None:
         """Request the stop of ``button`` on behalf of the user; the run's final reason names the button."""
-        self._request_stop(checkpoint=button == "Save and stop", button=button)
-
-    def _request_stop(self, **arguments: object) -> None:
-        file_name = find_notebook()
-        self.send("stop", **arguments, **({} if file_name is None else {"notebook": file_name}))
-        job_id = read_job_id(self._folder)
-        if job_id is not None and self.status == "queued":
-            # A job that waits has no supervisor to read the command; one that has started keeps its own.
-            with contextlib.suppress(SlurmError):  # Attached from a machine without Slurm's commands.
-                cancel_waiting(job_id)
+        request_stop(self, checkpoint=button == "Save and stop", button=button)
 
     def send(self, command: str, **arguments: object) -> None:
         """Append a command for the supervisor or for ``ctx.commands()``.
@@ -560,37 +494,23 @@ class Run:
         No effect on a run that has finished, was stopped or has failed. One that counts as lost gets the
         command too: on another machine it is only known to have been silent for half a minute.
         """
-        if self.status in CERTAINLY_ENDED:
-            return
-        try:
-            append_line(self._folder.control, {"command": command, "time": time.time(), **arguments})
-        except FileNotFoundError:
-            return  # The folder was deleted in the meantime; the supervisor ends such a run by itself.
-        except NotRegularFileError:
-            raise
-        except OSError as error:
-            raise explain_write_error(self.folder, error) from error
+        send_command(self, command, **arguments)
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait for the end of the run, at most ``timeout`` seconds (None: no limit). Return the status.
 
         Ctrl-C ends only the wait, not the run. Raises ``ValueError`` for an invalid ``timeout``.
         """
-        for seconds in poll_intervals(timeout):
-            if self.status in FINAL:
-                break
-            time.sleep(seconds)
+        wait_for(self._has_ended, timeout)
         return self.status
 
     async def wait_async(self, timeout: float | None = None) -> str:
         """Wait like :meth:`wait`, without blocking the kernel's event loop."""
-        import asyncio  # Imported lazily: the supervisor imports this module and starts faster without it.
-
-        for seconds in poll_intervals(timeout):
-            if self.status in FINAL:
-                break
-            await asyncio.sleep(seconds)
+        await wait_for_async(self._has_ended, timeout)
         return self.status
+
+    def _has_ended(self) -> bool:
+        return self.status in FINAL
 
     def _repr_html_(self) -> str:
         """Render the run's row of the run table, followed by the reason of its status."""
@@ -603,15 +523,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.name!r}, {self.status}, {str(self.folder)!r})"
-
-
-def poll_intervals(timeout: float | None) -> Iterator[float]:
-    """Yield the seconds to sleep between two status checks, until ``timeout`` seconds are over."""
-    if timeout is not None:
-        check_number("run.wait timeout", timeout, low=0, high=MAX_WAIT_SECONDS)
-    start = time.monotonic()
-    while timeout is None or time.monotonic() - start < timeout:
-        yield WAIT_SECONDS if time.monotonic() - start < PATIENT_AFTER_SECONDS else LONG_WAIT_SECONDS
 
 
 def runs(folder: str | os.PathLike[str] | None = None) -> Runs:

@@ -19,6 +19,7 @@ from shardscope.records.json_files import (
     LineTail,
     read_json,
     read_json_if_present,
+    read_lines,
     read_tail_text,
 )
 from shardscope.records.json_values import is_number
@@ -94,6 +95,22 @@ class RunStatus:
                 else self._conclude({"status": "lost", "reason": reason})
             )
 
+    def read_history(self) -> list[dict[str, object]]:
+        """Return all statuses so far, oldest first, each with its ``time``, ``status`` and ``reason``."""
+        records = [record for record in read_lines(self._folder.status) if _is_transition(record)]
+        state = self.read()
+        is_recorded = bool(records) and records[-1].get("status") in FINAL
+        if state["status"] in FINAL and not is_recorded and "time" in state:
+            records.append(state)  # The end of a job that no node has begun.
+        elif state["status"] == "lost":
+            try:
+                part = next(iter(self._folder.list_nodes()), self._folder)
+                last_heartbeat: float | None = part.supervisor.stat().st_mtime
+            except OSError:
+                last_heartbeat = None
+            records.append({**state, "time": last_heartbeat})
+        return [{key: record.get(key) for key in ("time", "status", "reason")} for record in records]
+
     def _conclude(self, end: dict[str, object]) -> dict[str, object]:
         """Return how a run ended that nobody has written; delete its task, as no node is left to do that.
 
@@ -134,7 +151,7 @@ class RunStatus:
 
     def _read_records(self) -> None:
         for record in self._records.read(MAX_LINES_BYTES):
-            if is_transition(record):
+            if _is_transition(record):
                 self._last_transition, self._seen = {"reason": "", **record}, time.monotonic()
 
     def _explain_lost_supervisor(self) -> str | None:
@@ -191,7 +208,7 @@ class RunStatus:
         return time.monotonic() - self._heartbeat[1] > HEARTBEAT_PATIENCE_SECONDS
 
 
-def is_transition(record: dict[str, object]) -> bool:
+def _is_transition(record: dict[str, object]) -> bool:
     """Return whether a line of ``status.jsonl`` has a valid status."""
     status = record.get("status")
     return isinstance(status, str) and status in STATUSES

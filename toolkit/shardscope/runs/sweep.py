@@ -33,7 +33,7 @@ from shardscope.runs.launch.launch import check_launch, start_run
 from shardscope.runs.launch.launch_checks import MAX_NAME_LENGTH, check_name, check_plan
 from shardscope.runs.launch.packing import pack
 from shardscope.runs.launch.run_description import trains_the_plan
-from shardscope.runs.run import Run, poll_intervals, runs
+from shardscope.runs.run import Run, runs
 from shardscope.runs.stop_request import was_stopped_by_sweep
 from shardscope.runs.summaries import summarize
 from shardscope.runs.sweep_grid import (
@@ -48,6 +48,7 @@ from shardscope.runs.task_fields import record_task_fields
 from shardscope.runs.task_source import check_task
 from shardscope.runs.totals import compute_totals, iterate_records
 from shardscope.runs.trained.model_card import read_validation_losses
+from shardscope.runs.waiting import wait_for
 from shardscope.training.checkpoints.choice import choose_by_name, list_runs_by_name
 from shardscope.training.tasks.text_task import DEFAULT_FOLDER, TextTask
 
@@ -184,10 +185,7 @@ class Sweep(Runs):
 
         Ctrl-C ends only the wait. Raises ``ValueError`` for an invalid ``timeout``.
         """
-        for seconds in poll_intervals(timeout):
-            if self.status != "running":
-                break
-            time.sleep(seconds)
+        wait_for(lambda: self.status != "running", timeout)
         return self.status
 
     def stop(self) -> None:
