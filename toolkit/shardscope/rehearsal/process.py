@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from shardscope.core.errors import refuse
+from shardscope.machine.python_process import build_import_path
 from shardscope.rehearsal.result import RehearsedStage, build_report
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def rehearse_stages(
         "CUDA_VISIBLE_DEVICES": "",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": build_import_path(),
     }
     child = subprocess.Popen(
         [sys.executable, "-m", "shardscope.frameworks.rehearsal_process", str(os.getpid())],

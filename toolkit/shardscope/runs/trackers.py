@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from typing import IO
 
+from shardscope.machine.python_process import build_module_command
 from shardscope.records.folder import RunFolder
 
 IN_A_PROCESS = ("trackio", "wandb")
@@ -47,7 +47,7 @@ class TrackerProcess:
             return
         module = "shardscope.runs.tracker_process"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(self._folder.path), *self._names],
+            build_module_command(module, str(self._folder.path), *self._names),
             # Its end tells the process that the run has ended, also if the supervisor was killed.
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -1,14 +1,19 @@
-"""First program on each node of a Slurm job: it records the node, then becomes its ranks' supervisor."""
+"""First program on each node of a Slurm job: it records the node, then becomes its ranks' supervisor.
+
+The nodes of a run on Ray share its steps: ``ray/node.py``.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
+from shardscope.machine.python_process import build_module_command
 from shardscope.records.attempts import BEGAN
 from shardscope.records.folder import FINAL, NodeFolder, RunFolder
 from shardscope.records.folder_checks import open_part
@@ -48,15 +53,11 @@ def run_node(path: str) -> None:
         reason = f"node {node} did not start: {error}"
         write_json(folder.ended, {"time": time.time(), "status": "failed", "reason": reason})
         raise
-    log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
     # Slurm signals all processes of the step. The supervisor reads its signals when it is ready to; without
     # the mask they would end the ranks. Programs that these start ignore SIGUSR2.
     signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_SIGNALS)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    arguments = ["-P", "-m", "shardscope.runs.launch.supervisor", path, "--node", str(node), str(attempt)]
-    os.execv(sys.executable, [sys.executable, *arguments])
+    become_supervisor(folder, attempt)
 
 
 def has_ended(folder: RunFolder) -> bool:
@@ -74,15 +75,32 @@ def _describe_node(folder: NodeFolder) -> None:
     """Write the name and the address of this node. Raises ``OSError``."""
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     address, interface = find_address(name)
+    record_node(folder, name, address, interface, {"job_id": os.environ.get("SLURM_JOB_ID")})
+
+
+def record_node(
+    folder: NodeFolder, name: str, address: str, interface: str, scheduler_ids: Mapping[str, object]
+) -> None:
+    """Write the name and the address of this node, and the scheduler's ids of it. Raises ``OSError``."""
     record = {
         "name": name,
         "host": socket.gethostname(),
         "address": address,
         "interface": interface,
-        "job_id": os.environ.get("SLURM_JOB_ID"),
+        **scheduler_ids,
         "time": time.time(),
     }
-    write_json(folder.node_json, record, as_is=("name", "host", "address", "interface"))
+    write_json(folder.node_json, record, as_is=("name", "host", "address", "interface", "ray_node_id"))
+
+
+def become_supervisor(folder: NodeFolder, attempt: int | None) -> NoReturn:
+    """Replace this process by the supervisor of its node, whose log gets all output. Raises ``OSError``."""
+    log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    arguments = [str(folder.path), "--node", str(folder.node), *([] if attempt is None else [str(attempt)])]
+    command = build_module_command("shardscope.runs.launch.supervisor", *arguments)
+    os.execv(command[0], command)
 
 
 def wait_for_folder(path: Path) -> None:

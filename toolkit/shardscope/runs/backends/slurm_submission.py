@@ -11,12 +11,12 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.errors import Value, find_nearest, refuse
+from shardscope.machine.python_process import build_module_command
 from shardscope.records.folder import SUBMISSION, RunFolder
 from shardscope.records.json_files import write_json
 from shardscope.runs.backends.nodes import (
@@ -35,7 +35,7 @@ from shardscope.runs.backends.slurm_job import (
     parse_records,
     run_command,
 )
-from shardscope.runs.launch.environment import STALE, add_toolkit_to_path
+from shardscope.runs.launch.environment import add_toolkit_to_path, remove_rank_variables
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
@@ -165,7 +165,7 @@ def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *
     _check_path(folder.path)
     submission = folder.path / SUBMISSION
     submission.mkdir(mode=0o700)
-    environment = {name: value for name, value in clean_environment(os.environ).items() if name not in STALE}
+    environment = remove_rank_variables(clean_environment(os.environ))
     with_toolkit = add_toolkit_to_path(environment)
     # Another Python has packages of its own, which this one's must not hide.
     nodes_environment = environment if target.python is not None else with_toolkit
@@ -217,7 +217,7 @@ def _run_submission(
     request: str, environment: Mapping[str, str], job_name: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``submission_process.py``. Raises ``SlurmError`` if it takes too long, and then cancels the job."""
-    command = [sys.executable, "-P", "-m", "shardscope.runs.backends.submission_process"]
+    command = build_module_command("shardscope.runs.backends.submission_process")
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +17,11 @@ from typing import IO
 from shardscope.core.cluster import Cluster
 from shardscope.core.errors import check_number, refuse
 from shardscope.machine.host import count_cores
-from shardscope.machine.processes import explain_missing_linux
+from shardscope.machine.python_process import build_import_path, build_module_command
 from shardscope.records.private_file import open_private_file
 from shardscope.runs.calibrate.rank import Settings
 from shardscope.runs.launch.environment import build_launcher_environment
+from shardscope.runs.requirements import check_train_extra
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.store import (
     build_record_path,
@@ -76,7 +75,7 @@ def calibrate(
     # Check arguments, extra and folder first: a mistake must not cost a minute of measuring.
     check_number("calibrate.seconds", seconds, low=5.0, high=3_600.0)
     data = find_data_folder(folder)
-    _check_extra()
+    check_train_extra("Calibrating", NEEDED)
     cluster = _check_cluster(cluster)
     check_writable(data)
     with _lock_calibration(build_record_path(cluster.gpu.name, data)):
@@ -102,17 +101,6 @@ def calibrate(
     if progress is not None:
         progress("done", 1.0)
     return calibration
-
-
-def _check_extra() -> None:
-    reason = explain_missing_linux("Calibrating")
-    if reason is not None:
-        raise ValueError(reason)
-    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ImportError(
-            f'Calibrating needs {", ".join(missing)}: pip install "shardscope[train]". Planning does not.'
-        )
 
 
 def _check_cluster(cluster: Cluster | None) -> Cluster:
@@ -196,17 +184,9 @@ def _start_rank(
     }
     # Use the environment of launched ranks: the same number of threads, and gloo on the loopback interface.
     environment = build_launcher_environment(dict(os.environ), cluster.num_gpus, device)
-    # The ranks import what this process can import, also from a notebook that changed sys.path.
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment["PYTHONPATH"] = build_import_path()
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "shardscope.runs.calibrate.rank",
-            str(os.getpid()),
-            json.dumps(settings),
-        ],
+        build_module_command("shardscope.runs.calibrate.rank", str(os.getpid()), json.dumps(settings)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if rank == 0 else error_file,
         stderr=error_file,

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardscope.machine.host import count_cores
 
-STALE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables to remove, which a kernel started by torchrun or Slurm would pass on."""
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables that a kernel started by torchrun or Slurm would pass on."""
 
 KEPT_FREE_BYTES = 1 << 30
 """Freed memory that glibc's malloc keeps. A step frees all of its activations; if their pages are returned to
@@ -20,6 +29,11 @@ M_MMAP_THRESHOLD (mallopt(3)); setting either value disables glibc's dynamic thr
 earlier frees."""
 
 TOOLKIT_ROOT = str(Path(__file__).absolute().parents[3])
+
+
+def remove_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` without what torchrun or a scheduler has set around the kernel."""
+    return {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
 
 
 def add_toolkit_to_path(environment: dict[str, str]) -> dict[str, str]:
@@ -35,7 +49,7 @@ def build_launcher_environment(
 
     ``interface`` is the network interface over which ranks connect to each other.
     """
-    environment = {key: value for key, value in inherited.items() if key not in STALE}
+    environment = remove_rank_variables(inherited)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // world_size)))
     environment["PYTHONUNBUFFERED"] = "1"
     # is_available() through NVML does not initialize CUDA, which would break the fork.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
 from shardscope.frameworks.registry import check_trained
-from shardscope.machine.processes import explain_missing_linux
+from shardscope.runs.requirements import check_train_extra
 from shardscope.runs.task_source import check_task, uses_engine
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def check_request(plan: Plan, task: object, parent: Path, name: str | None) -> N
     """
     check_plan(plan)
     check_task("launch.task", task)
-    _check_extra()
+    check_train_extra("Launching", NEEDED)
     _check_task_and_plan(plan, task, parent, name)
 
 
@@ -44,17 +43,6 @@ def check_name(field: str, name: str, max_length: int = MAX_NAME_LENGTH) -> str:
         allowed = f"1 to {max_length} printable characters without slashes, not starting with a dot"
         refuse(field, name, allowed, Value("my-run"))
     return name
-
-
-def _check_extra() -> None:
-    reason = explain_missing_linux("Launching")
-    if reason is not None:
-        raise ValueError(reason)
-    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ImportError(
-            f'Launching needs {", ".join(missing)}: pip install "shardscope[train]". Planning works without.'
-        )
 
 
 def _check_task_and_plan(plan: Plan, task: object, parent: Path, name: str | None) -> None:

@@ -25,6 +25,7 @@ from shardscope.machine.processes import (
     read_start_time,
     wait_for_success,
 )
+from shardscope.machine.python_process import build_module_command
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import delete_partial_files, read_lines
 from shardscope.records.redaction import LogCleaner
@@ -86,14 +87,7 @@ def start_leased_process(
     try:
         with open_to_append(log) as output:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",  # A signal.py in the notebook's folder must not shadow the standard library's.
-                    "-m",
-                    module,
-                    str(folder.path),
-                    *map(str, inherited),
-                ],
+                build_module_command(module, str(folder.path), *map(str, inherited)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -21,6 +21,7 @@ from functools import partial
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
+from shardscope.machine.python_process import build_module_command
 from shardscope.records.folder import FINAL, NodeFolder, RunFolder, Status
 from shardscope.records.folder_checks import open_part
 from shardscope.records.json_files import LineTail, read_json, write_json
@@ -148,16 +149,15 @@ class Supervisor:
             self.launcher = subprocess.Popen(
                 [
                     *(build_nsys_command(self.folder) if self.nsys else ()),
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "shardscope.runs.launch.launcher",
-                    str(self.folder.path),
-                    # Under nsys its parent is another process, whose id only the launcher knows.
-                    "0" if self.nsys else str(os.getpid()),
-                    str(self.secrets.for_launcher),
-                    str(self.folder.node) if isinstance(self.folder, NodeFolder) else "",
-                    "" if self.folder.fixed_attempt is None else str(self.folder.fixed_attempt),
+                    *build_module_command(
+                        "shardscope.runs.launch.launcher",
+                        str(self.folder.path),
+                        # Under nsys its parent is another process, whose id only the launcher knows.
+                        "0" if self.nsys else str(os.getpid()),
+                        str(self.secrets.for_launcher),
+                        str(self.folder.node) if isinstance(self.folder, NodeFolder) else "",
+                        "" if self.folder.fixed_attempt is None else str(self.folder.fixed_attempt),
+                    ),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

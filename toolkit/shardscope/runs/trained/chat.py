@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -14,6 +13,7 @@ from collections.abc import Generator
 from typing import IO, TYPE_CHECKING
 
 from shardscope.core.errors import check_flag, check_integer, check_number, refuse
+from shardscope.machine.python_process import build_module_command
 from shardscope.runs.trained.child_environment import build_child_environment
 from shardscope.runs.trained.model_files import find_base, find_model
 
@@ -53,10 +53,7 @@ class Chat:
         self._last_id = 0
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process.
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "shardscope.runs.trained.chat_process"),
-                *(files.to_json(), str(os.getpid())),
-            ],
+            build_module_command("shardscope.runs.trained.chat_process", files.to_json(), str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

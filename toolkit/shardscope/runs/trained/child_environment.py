@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
+
+from shardscope.machine.python_process import build_import_path
 
 
 def build_child_environment() -> dict[str, str]:
@@ -15,6 +16,5 @@ def build_child_environment() -> dict[str, str]:
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # The process imports what this one can import, also from a notebook that changed sys.path.
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": build_import_path(),
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import warnings
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
+from shardscope.machine.python_process import build_module_command
 from shardscope.records.folder import EXPORT, MERGED, checked_path
 from shardscope.runs.run import Run
 from shardscope.runs.trained.child_environment import build_child_environment
@@ -112,7 +112,7 @@ def _run_process(files: ModelFiles, folder: Path, report: Report) -> None:
     environment = {**build_child_environment(), "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
+            build_module_command(module, *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

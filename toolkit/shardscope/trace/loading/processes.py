@@ -18,6 +18,7 @@ from typing import IO, Self
 
 import msgspec
 
+from shardscope.machine.python_process import build_import_path, build_module_command
 from shardscope.trace.loading.cache import read_rank_file
 from shardscope.trace.loading.chunks import Chunk
 from shardscope.trace.loading.column_format import unpack_chunk
@@ -149,10 +150,9 @@ def _describe_end(worker: subprocess.Popen[bytes]) -> ValueError:
 
 
 def _start_worker() -> subprocess.Popen[bytes]:
-    # -P and the path of this process: it imports the same modules, and none from the current folder.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"PYTHONPATH": build_import_path()}
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "shardscope.trace.loading.worker_process"],
+        build_module_command("shardscope.trace.loading.worker_process"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

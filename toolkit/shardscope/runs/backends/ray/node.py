@@ -17,14 +17,22 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from shardscope.machine.processes import die_with_parent
+from shardscope.machine.python_process import build_module_command
 from shardscope.records.attempts import BEGAN
 from shardscope.records.folder import NodeFolder
 from shardscope.records.folder_checks import open_part
-from shardscope.records.json_files import read_json, write_json
+from shardscope.records.json_files import read_json
 from shardscope.runs.backends.folder_stream import Chunk, State
-from shardscope.runs.backends.node_process import list_addresses, wait_for_file, wait_for_folder
+from shardscope.runs.backends.node_process import (
+    become_supervisor,
+    list_addresses,
+    record_node,
+    wait_for_file,
+    wait_for_folder,
+)
 from shardscope.runs.backends.peers import START_SECONDS
 from shardscope.runs.backends.ray.stream import NodeStream
 from shardscope.runs.launch.environment import add_toolkit_to_path
@@ -87,7 +95,7 @@ class NodeActor:
         arguments = [run, str(node), str(os.getpid()), ray.util.get_node_ip_address(), node_id]
         arguments += [] if attempt is None else [str(attempt)]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "shardscope.runs.backends.ray.node", *arguments],
+            build_module_command("shardscope.runs.backends.ray.node", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -130,8 +138,8 @@ class NodeActor:
 
 def run_ray_node(
     run: str, node: int, actor: int, address: str, node_id: str, attempt: int | None = None
-) -> None:
-    """Replace this process, a child of the actor, by the supervisor of this node. Does not return.
+) -> NoReturn:
+    """Replace this process, a child of the actor, by the supervisor of this node.
 
     Raises ``FileNotFoundError`` if the run folder is not visible on this node, ``OSError`` if ``address`` is
     none of its own.
@@ -144,24 +152,11 @@ def run_ray_node(
     if attempt is not None:  # The coordinator has chosen the checkpoint, maybe on another machine.
         wait_for_file(folder.attempt_folder(attempt) / BEGAN, START_SECONDS)
     folder.create_own()
-    record = {
-        "name": socket.gethostname(),
-        "host": socket.gethostname(),
-        "address": address,
-        "interface": find_interface(address),
-        "job_id": (read_json(folder.job) or {}).get("job_id"),
-        "actor_pid": actor,
-        "ray_node_id": node_id,
-        "time": time.time(),
-    }
-    write_json(folder.node_json, record, as_is=("name", "host", "address", "interface", "ray_node_id"))
-    log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
+    job_id = (read_json(folder.job) or {}).get("job_id")
+    ids = {"job_id": job_id, "actor_pid": actor, "ray_node_id": node_id}
+    record_node(folder, socket.gethostname(), address, find_interface(address), ids)
     # The parent-death signal stays over exec (prctl(2)).
-    arguments = ["-P", "-m", "shardscope.runs.launch.supervisor", run, "--node", str(node)]
-    arguments += [] if attempt is None else [str(attempt)]
-    os.execv(sys.executable, [sys.executable, *arguments])
+    become_supervisor(folder, attempt)
 
 
 def find_interface(address: str) -> str:

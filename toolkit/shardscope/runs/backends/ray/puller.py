@@ -16,13 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardscope.machine.processes import die_with_parent
+from shardscope.machine.python_process import build_module_command
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, write_json
 from shardscope.records.regular_files import open_to_append, open_to_read
 from shardscope.runs.backends.folder_stream import CHUNK_BYTES, MAX_BYTES, Chunk, FolderCopy
 from shardscope.runs.backends.ray.stream import FROM_KERNEL
 from shardscope.runs.backends.ray.watch import is_streamed, puller_file, received_file
-from shardscope.runs.launch.environment import STALE, add_toolkit_to_path
+from shardscope.runs.launch.environment import add_toolkit_to_path, remove_rank_variables
 
 PROGRAM = "shardscope.runs.backends.ray.puller"
 POLL_SECONDS = 0.5
@@ -40,16 +41,14 @@ OWN = frozenset({"puller.json", "received.json", "puller.log"})
 
 def start_puller(folder: RunFolder) -> None:
     """Start a puller, which ends at once if the run has one or has been received. Raises ``OSError``."""
-    # What torchrun or a scheduler has set around the kernel is not the cluster's.
-    environment = {name: value for name, value in os.environ.items() if name not in STALE}
     with open_to_append(folder.path / "puller.log") as log:
         subprocess.Popen(
             # A shell's child of a child: nobody has to wait for it.
-            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-P", "-m", PROGRAM, str(folder.path)],
+            ["/bin/sh", "-c", '"$@" &', "sh", *build_module_command(PROGRAM, str(folder.path))],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=add_toolkit_to_path(environment),
+            env=add_toolkit_to_path(remove_rank_variables(os.environ)),
             start_new_session=True,  # Ctrl-C in the notebook is not for it.
         ).wait()
 
@@ -98,8 +97,8 @@ def keep_pulling(folder: RunFolder) -> None:
 
 
 def _connect(folder: RunFolder, job: Mapping[str, object]) -> int:
-    command = [sys.executable, "-P", "-m", PROGRAM, str(folder.path), str(os.getpid())]
-    command += [str(job.get("address")), str(job.get("job_id"))]
+    arguments = (str(folder.path), str(os.getpid()), str(job.get("address")), str(job.get("job_id")))
+    command = build_module_command(PROGRAM, *arguments)
     return subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
 
 

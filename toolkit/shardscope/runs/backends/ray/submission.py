@@ -16,11 +16,11 @@ import secrets
 import select
 import socket
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
+from shardscope.machine.python_process import build_module_command
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, write_json
 from shardscope.records.json_values import parse_object
@@ -34,7 +34,7 @@ from shardscope.runs.backends.nodes import (
 from shardscope.runs.backends.ray.puller import start_puller
 from shardscope.runs.backends.ray.target import Ray
 from shardscope.runs.backends.ray.watch import is_streamed
-from shardscope.runs.launch.environment import STALE, add_toolkit_to_path
+from shardscope.runs.launch.environment import add_toolkit_to_path, remove_rank_variables
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -72,14 +72,12 @@ class RayConnection:
             raise ImportError('Launching on Ray needs ray: pip install "shardscope[ray]".')
         self.target = target
         _check_head(target)
-        # What torchrun or a scheduler has set around the kernel is not the cluster's.
-        environment = {name: value for name, value in os.environ.items() if name not in STALE}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "shardscope.runs.backends.ray.submission_process"],
+            build_module_command("shardscope.runs.backends.ray.submission_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=add_toolkit_to_path(environment),
+            env=add_toolkit_to_path(remove_rank_variables(os.environ)),
             start_new_session=True,  # Ctrl-C in the notebook is not for it.
         )
         self._received = b""
