@@ -161,6 +161,44 @@ class FitButton:
         self.button.disabled = is_searching
 
 
+class Head(widgets.Box):
+    """The line that is always visible: headline, numbers, "Make it fit", ``launch`` and the full window."""
+
+    def __init__(
+        self, search: FitSearch, on_fit: Callable[[ss.Plan, Result], None], launch: widgets.Widget
+    ) -> None:
+        self.headline = controls.create_html("", "ss-headline")
+        self.rates = controls.create_html("", "ss-head-rates", layout=widgets.Layout())
+        self.fit = FitButton(search, on_fit)
+        self._hides_rates = False
+        parts = [self.headline, self.rates, self.fit.button, launch, FullWindow()]
+        super().__init__(parts, layout=controls.share_layout())
+        self.add_class("ss-head")
+
+    def show_plan(self, plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> None:
+        """Show the plan and its verdict."""
+        self.headline.value = render_headline(plan, report, verdict)
+        self.fit.show_for_plan(plan, verdict)
+        # A rate and a price for a plan that runs out of memory would be misleading.
+        self._hides_rates = verdict.state == "does not fit"
+        self._update_rates()
+
+    def show_missing_task(self, plan: ss.Plan) -> None:
+        """Show that the Fine-tune tab's form is incomplete."""
+        self.headline.value = render_missing_task(plan)
+        self.fit.hide()
+        self._hides_rates = True
+        self._update_rates()
+
+    def show_rates(self, shown: ShownStep) -> None:
+        """Show the numbers of a step, unless the plan has no use for them."""
+        self.rates.value = render_rates(shown)
+        self._update_rates()
+
+    def _update_rates(self) -> None:
+        self.rates.layout.display = "none" if self._hides_rates or not self.rates.value else ""
+
+
 RESULT_FIELDS = ("method", "precision", "optimizer", "quantization", "seq_len", "global_batch_size")
 """Recipe fields that change the training result."""
 

@@ -19,7 +19,6 @@ from shardscope.core.number_format import format_count
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.checks import Finding
 from shardscope.planner.checks.usual_rates import limit_rate
-from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.verdict import Verdict, assess_plan
 from shardscope.records.folder import FINAL
 from shardscope.training.tasks.choices import recommend
@@ -30,7 +29,6 @@ from shardscope_widgets.finetune import FinetunePage
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import (
     Debounced,
-    LatestRequest,
     call_in_loop,
     find_running_loop,
 )
@@ -39,39 +37,30 @@ from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.memory.fit_search import FitSearch, Result
-from shardscope_widgets.memory.repairs import describe_no_fit
+from shardscope_widgets.memory.fit_search import FitSearch
 from shardscope_widgets.memory.view import MemoryView
 from shardscope_widgets.pickers.cluster import ANYWHERE
 from shardscope_widgets.pickers.open_plan import OpenPlan
-from shardscope_widgets.pickers.schedulers import SCHEDULERS, Queue, find_queues
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_button import LaunchButton
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
-from shardscope_widgets.studio.head import (
-    FitButton,
-    FullWindow,
-    render_headline,
-    render_missing_task,
-    render_rates,
-    write_fit_question,
-)
+from shardscope_widgets.studio.check_results import CheckResults
+from shardscope_widgets.studio.fine_tune import FINE_TUNE, FineTuneTab
+from shardscope_widgets.studio.head import Head
 from shardscope_widgets.studio.inputs import StudioInputs, label_cluster_fix
-from shardscope_widgets.studio.measured_run import MeasuredRun, read_measured_run
+from shardscope_widgets.studio.plan_changes import PlanChanges
+from shardscope_widgets.studio.queue_search import QueueSearch
+from shardscope_widgets.studio.run_events import MeasuredRun, RunEvents
 from shardscope_widgets.time.rows import RunSteps, build_shown_step
 from shardscope_widgets.time.view import StepView
 from shardscope_widgets.trace import TracePage
 
-FINE_TUNE = "Fine-tune"
 TABS = ("Memory", "Time", "Plans", "Checks", FINE_TUNE, "Runs", "Trace")
 PAUSE_SECONDS = 0.25
 """Delay after the last input before fixes and findings are computed: both are slower than the rest."""
-FIRST_SEARCH_SECONDS = 0.5
-"""Delay after the Studio's creation before schedulers are searched."""
 TRACE_PIXELS = 340
-TRACE_FOLLOWS = "The trace appears here when the run has ended."
 Page = TypeVar("Page", bound=widgets.Widget)
 
 
@@ -86,36 +75,26 @@ class Studio(View):
         self._planning = False
         self._report: MemoryReport | None = None
         self._verdict: Verdict | None = None
-        self._findings: tuple[ss.Plan, list[Finding]] | None = None
-        """The plan, with the findings about it, its task and earlier runs."""
         self._drawn: dict[str, object] = {}
         """Tab -> the plan that its page currently shows."""
-        self._formed: ss.Plan | None = None
-        """The plan of the Fine-tune tab's form that was applied last."""
-        self._occupied_by: Path | None = None
-        """Folder of the active run of this machine that was launched or resumed here last."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Measured steps, stored until the Time view is created."""
         self._loop = find_running_loop()
-        """The kernel's, in whose thread the end of a run is handled."""
         self._make_questions()
         self._make_pages()
         self.sheet = Sheet(
             "pickers", "memory", "time", "plans", "checks", "run", "data", "studio", "finetune", "trace"
         )
-        body = _create_box(self.questions, self._main, kind="ss-body")
-        super().__init__([self.sheet, self._make_head(), self.notice, body])
+        body = widgets.Box([self.questions, self._main], layout=controls.share_layout())
+        body.add_class("ss-body")
+        super().__init__([self.sheet, self.head, self.notice, body])
         for name in ("ss-root", "ss-studio"):
             self.add_class(name)
         self._observe_inputs()
         self._pause = Debounced(self._on_pause, PAUSE_SECONDS)
         self._show_page()
         self._replan()
-        self._queue_search = LatestRequest[int, list[Queue]](lambda _: find_queues(), "shardscope-queues")
-        self._num_searches = 0
-        # Later, so that the Studio is drawn first.
-        self._first_search = Debounced(self._search_queues, FIRST_SEARCH_SECONDS)
-        self._first_search.request()
+        self._queues.start_later()
 
     # ---- components
 
@@ -131,12 +110,17 @@ class Studio(View):
             self.cluster.machine,
             self.task,
             self.options,
-            on_launch=self._watch_run,
+            on_launch=self._show_launched,
             on_error=self._show_launch_error,
             on_options=self._show_job_options,
         )
         self.export_panel = ExportPanel()
-        self.open_plan = OpenPlan(on_open=self._open_plan, current=lambda: self.plan)
+        self.open_plan = OpenPlan(
+            on_open=lambda plan: self._changes.open_plan(self.plan, plan), current=lambda: self.plan
+        )
+        self._changes = PlanChanges(inputs, self.notice, self.apply)
+        self._check_results = CheckResults(self.task)
+        self._queues = QueueSearch(self.cluster, self.launch.target)
         below = (self.launch.note, self.export_panel, self.export_panel.words, self.launch.free_place)
         self.folds = {
             "Task": Fold("Task", self.task, self.open_plan),
@@ -157,10 +141,21 @@ class Studio(View):
         """Build the tabs. Each page is filled when first shown, so that a reloaded page has less to load."""
         self.fit_search = FitSearch()
         self.memory = MemoryView(
-            on_pin=self._toggle_pin, on_apply=self.apply, on_fit=self._offer_fit, fit_search=self.fit_search
+            on_pin=self._toggle_pin,
+            on_apply=self.apply,
+            on_fit=self._changes.offer_fit,
+            fit_search=self.fit_search,
         )
+        self.head = Head(self.fit_search, on_fit=self._changes.offer_fit, launch=self.launch.head)
+        self.headline, self.rates, self.fit = self.head.headline, self.head.rates, self.head.fit
         self.tabs = Tabs(TABS)
-        self.trace = TracePage(TRACE_PIXELS, on_apply=self._apply_traced, on_rates=self._predict_again)
+        self.trace = TracePage(
+            TRACE_PIXELS,
+            on_apply=lambda plan: self._changes.apply_traced(self.plan, plan),
+            on_rates=self._predict_again,
+        )
+        self.run_events = RunEvents(self.launch, self._queues, self.trace, on_end=self._use_ended_run)
+        self._fine_tune = FineTuneTab(self._inputs, self.tabs, self.apply)
         self._pages: dict[str, widgets.Box] = {
             "Memory": widgets.VBox([self.memory]),
             **{name: widgets.VBox() for name in ("Time", "Plans", "Checks", FINE_TUNE, "Runs")},
@@ -171,7 +166,7 @@ class Studio(View):
             "Time": lambda: self.time.show(self.plan),
             "Plans": lambda: self.plans.set_plan(self.plan),
             "Checks": self._draw_checks,
-            FINE_TUNE: self._show_finetune,
+            FINE_TUNE: self._draw_finetune,
         }
         # Their numbers are of the last valid plan, and pale while an input is wrong; runs and traces go on.
         for name in ("Memory", "Time", "Plans", "Checks"):
@@ -181,15 +176,6 @@ class Studio(View):
         self._main = widgets.VBox([self.tabs, panel], layout=controls.share_layout())
         self._main.add_class("ss-main")
 
-    def _make_head(self) -> widgets.Box:
-        """Build the header, which is always visible: headline, numbers and buttons."""
-        self.headline = controls.create_html("", "ss-headline")
-        self.rates = controls.create_html("", "ss-head-rates", layout=widgets.Layout())
-        self.fit = FitButton(self.fit_search, on_fit=self._offer_fit)
-        return _create_box(
-            self.headline, self.rates, self.fit.button, self.launch.head, FullWindow(), kind="ss-head"
-        )
-
     def _observe_inputs(self) -> None:
         for picker in self._inputs.plan_pickers:
             picker.observe(self._replan, "value")
@@ -198,12 +184,12 @@ class Studio(View):
             picker.observe(self._recheck, "value")
         self.architecture.observe(self._change_weights, "weights_folder")
         self.task.observe(self._use_form, "kind")
-        self.task.leave_form = self._leave_form
+        self.task.leave_form = self._fine_tune.leave
         self.tabs.observe(self._show_page, "value")
         self.cluster.observe(self._follow_place, "place")
         self.launch.target.observe(self._show_job_error, "is_wrong")
         # What is idle changes: it is read again whenever the question is opened.
-        self.folds["GPUs"].head.observe(self._search_queues, "expanded")
+        self.folds["GPUs"].head.observe(lambda _: self._queues.start(), "expanded")
 
     @cached_property
     def time(self) -> StepView:
@@ -216,14 +202,8 @@ class Studio(View):
 
     @cached_property
     def finetune(self) -> FinetunePage:
-        """The Fine-tune tab's page, which begins with the plan's model."""
-        page = FinetunePage(
-            self.cluster.machine,
-            on_change=self._use_form,
-            on_apply=self._apply_form,
-            on_end=self._report_ended,
-        )
-        page.form.inputs.weights.value = str(self.architecture.weights_folder or "")
+        """The Fine-tune tab's page."""
+        page = self._fine_tune.create_page(self._use_form, self.run_events.report_ended)
         return self._put_on_page(FINE_TUNE, page)
 
     @cached_property
@@ -247,10 +227,11 @@ class Studio(View):
         """The Runs tab's view."""
         view = RunsView(
             on_open_trace=self._open_trace,
-            on_end=self._report_ended,
-            on_resume=self._watch_resumed,
+            on_end=self.run_events.report_ended,
+            on_resume=self._use_resumed_run,
             is_busy=lambda: self.launch.busy,
         )
+        # The runs are counted in a thread.
         view.observe(lambda _: call_in_loop(self._loop, self._count_runs), "num_runs")
         return self._put_on_page("Runs", view)
 
@@ -264,20 +245,6 @@ class Studio(View):
         return view
 
     # ---- where runs are launched
-
-    def _search_queues(self, change: object = None) -> None:
-        """Search the queues of schedulers in a thread, if any scheduler is here."""
-        if any(scheduler.is_present() for scheduler in SCHEDULERS):
-            self._num_searches += 1
-            self._queue_search.request(self._num_searches, self._offer_queues)
-
-    def _offer_queues(self, queues: list[Queue] | Exception) -> None:
-        # A closed Studio has no comm.
-        if self.comm is None or isinstance(queues, Exception):
-            return
-        if queues or self.cluster.has_queues:
-            self.cluster.offer_queues(queues)
-            self.launch.target.offer_queues(queues)
 
     def _follow_place(self, change: dict[str, str]) -> None:
         """Launch where the GPUs are."""
@@ -340,44 +307,6 @@ class Studio(View):
             self._planning = False
         self._replan()
 
-    def _open_plan(self, plan: ss.Plan) -> None:
-        before = self.plan
-        self.apply(plan)
-        if self.is_wrong:
-            message = "Plan opened, but one of its values is invalid: correct the input marked in red."
-            self.notice.show_message(message, is_error=True)
-        else:
-            self.notice.show_message("Plan opened.", {"Undo": lambda: self.apply(before)})
-
-    def _offer_fit(self, before: ss.Plan, fit: Result) -> None:
-        """Apply the fit for ``before``; ask first if it changes more than degrees and recomputation."""
-        if isinstance(fit, Exception):
-            message = f"The search for a plan that fits failed: {type(fit).__name__}: {fit}"
-            self.notice.show_message(message, is_error=True)
-            return
-        if fit is None:
-            self.notice.show_message(describe_no_fit(before), is_error=True)
-            return
-        if self.is_wrong:  # An input was changed during the search.
-            return
-        question = write_fit_question(before, fit)
-        if question is None:
-            self._apply_fit(before, fit)
-        else:
-            message, label = question
-            self.notice.show_message(message, {label: lambda: self._apply_fit(before, fit)})
-
-    def _apply_fit(self, before: ss.Plan, fit: Fit) -> None:
-        self.apply(fit.plan)
-        self.notice.show_message(
-            f"Made it fit: {fit.text}.", {"Undo": lambda: self._undo_fit(fit.plan, before)}
-        )
-
-    def _undo_fit(self, undone: ss.Plan, before: ss.Plan) -> None:
-        """Restore ``before``, and reset the framework of the plan that is undone."""
-        self.apply(before)
-        self.layout_picker.reset_framework(undone.layout.framework)
-
     @property
     def is_wrong(self) -> bool:
         """Return whether an input is invalid, in which case the plan does not match the inputs."""
@@ -432,32 +361,13 @@ class Studio(View):
         """Show the plan and its verdict; on a Fine-tune tab without a task, that it is not ready."""
         if self._report is None or self._verdict is None:
             return
-        if self._lacks_task:
-            self.headline.value = render_missing_task(self.plan)
-            self.fit.hide()
+        if self._fine_tune.lacks_task:
+            self.head.show_missing_task(self.plan)
         else:
-            self.headline.value = render_headline(self.plan, self._report, self._verdict)
-            self.fit.show_for_plan(self.plan, self._verdict)
-        self._show_or_hide_rates()
-
-    @property
-    def _lacks_task(self) -> bool:
-        """Return whether the Fine-tune tab is shown and its form leads to no plan."""
-        page = vars(self).get("finetune")
-        if self.tabs.value != FINE_TUNE or page is None or page.form.setup is not None:
-            return False
-        # While other data are read, the last plan stays.
-        return self._formed is None or not page.form.data_panel.is_reading
+            self.head.show_plan(self.plan, self._report, self._verdict)
 
     def _show_rates(self) -> None:
-        self.rates.value = render_rates(build_shown_step(self.plan))
-        self._show_or_hide_rates()
-
-    def _show_or_hide_rates(self) -> None:
-        # A rate and a price for a plan that runs out of memory would be misleading.
-        lacks = self._verdict is not None and self._verdict.state == "does not fit"
-        is_hidden = lacks or self._lacks_task or not self.rates.value
-        self.rates.layout.display = "none" if is_hidden else ""
+        self.head.show_rates(build_shown_step(self.plan))
 
     def _draw_shown(self) -> None:
         """Update the visible page; the other pages are updated when they are shown."""
@@ -490,33 +400,16 @@ class Studio(View):
     # ---- fine-tune
 
     def _use_form(self, change: object = None) -> None:
-        """Plan what the Fine-tune tab's form leads to, and launch its task while it is the form's turn."""
-        page = vars(self).get("finetune")
-        if page is None or self._planning:
+        """Follow the Fine-tune tab's form, or leave the task to the inputs while it is not its turn."""
+        if self._fine_tune.page is None or self._planning:
             return
-        setup = page.form.setup
-        if setup is not None and setup.plan != self._formed:
-            self._formed = setup.plan
-            if not page.is_following:
-                self.apply(setup.plan, setup.task.weights)
-        has_turn = self.tabs.value == FINE_TUNE or (self.task.kind == "finetune" and page.has_data)
-        self.task.set_form(page.read_state(self.architecture.weights_folder) if has_turn else None)
+        self._fine_tune.use_form()
         self._drawn.pop(FINE_TUNE, None)
         self._draw_shown()
         self._show_head()
 
-    def _leave_form(self) -> None:
-        """Leave the Fine-tune tab, whose form has the task while it is shown."""
-        if self.tabs.value == FINE_TUNE:
-            self.tabs.value = "Memory"
-
-    def _apply_form(self) -> None:
-        self._formed = None
-        self._use_form()
-
-    def _show_finetune(self) -> None:
-        state = self.finetune.read_state(self.architecture.weights_folder)
-        self.finetune.show(state, self.launch.current.plan or self.plan)
+    def _draw_finetune(self) -> None:
+        self._fine_tune.show_plan(self.finetune, self.launch.current.plan or self.plan)
 
     # ---- checks
 
@@ -527,23 +420,11 @@ class Studio(View):
     @property
     def findings(self) -> list[Finding]:
         """The findings about :attr:`plan`, its task and the earlier runs."""
-        # Findings take longer than a redraw, and both the tab and its badge need them.
-        if self._findings is None or self._findings[0] is not self.plan:
-            try:
-                task = self.task.build_task(self.plan)
-            except ValueError:  # The error is shown at its input, and launching is disabled.
-                task = None
-            self._findings = (self.plan, list(self.plan.findings(task, self._earlier_runs)))
-        return self._findings[1]
-
-    @cached_property
-    def _earlier_runs(self) -> list[ss.Run]:
-        """The runs in this folder, read again when a run of this Studio ends."""
-        return list(ss.runs())
+        return self._check_results.find(self.plan)
 
     def _recheck(self, change: object = None) -> None:
         """Refresh the findings and the launch offer after the task or the runs, but not the plan, changed."""
-        self._findings = None
+        self._check_results.discard()
         self._drawn.pop("Checks", None)
         self.launch.update_offer()
         self._draw_shown()
@@ -587,15 +468,11 @@ class Studio(View):
 
     # ---- runs
 
-    def _watch_run(self, run: ss.Run, notes: str) -> None:
+    def _show_launched(self, run: ss.Run, notes: str) -> None:
         """Show a run that the button started."""
         self.run = run
-        if run.target:
-            self._search_queues()  # Nodes that were idle may be taken.
-        elif self.launch.busy:
-            self._occupied_by = run.folder
+        self.run_events.report_launched(run)
         self.notice.show_message("")
-        self.trace.show_hint(TRACE_FOLLOWS)
         if "runs" in vars(self):
             self.runs.read_folder()
         self._count_runs()
@@ -606,17 +483,12 @@ class Studio(View):
         self.runs.open(run)
         self.tabs.value = "Runs"
         if run.status in FINAL:  # The run ended before it was opened: no other event reports its end.
-            self._report_ended(run)
+            self.run_events.report_ended(run)
 
-    def _watch_resumed(self, run: ss.Run) -> None:
+    def _use_resumed_run(self, run: ss.Run) -> None:
         """Handle a run started by Resume like one started by the launch button."""
-        if run.target:
-            self._search_queues()
-        else:
-            self.launch.busy = True
-            self._occupied_by = run.folder
         self.run = run
-        self.trace.show_hint(TRACE_FOLLOWS)
+        self.run_events.report_resumed(run)
 
     def _show_launch_error(self, error: Exception, retry: Callable[[], None] | None) -> None:
         """Show why a launch failed, with a button for what would help."""
@@ -626,28 +498,13 @@ class Studio(View):
             actions[label_cluster_fix(changes)] = lambda: self._apply_fix(changes)
         self.notice.show_message(str(error) or type(error).__name__, actions, is_error=True)
 
-    def _report_ended(self, run: ss.Run) -> None:
-        """Handle the end of a run, which its view reports in a thread of its own."""
-        try:
-            measured = read_measured_run(run)
-        except (OSError, ValueError):  # The run's view reports a folder that cannot be read.
-            measured = None
-        call_in_loop(self._loop, lambda: self._run_ended(run, measured))
-
-    def _run_ended(self, run: ss.Run, measured: MeasuredRun | None) -> None:
-        if self.comm is None:  # The Studio was closed.
-            return
-        if self._occupied_by in (None, run.folder):
-            self._occupied_by = None
-            self.launch.busy = False
-        if run.target:
-            self._search_queues()
+    def _use_ended_run(self, measured: MeasuredRun | None) -> None:
+        """Compare the plan with a run that has ended; plans and launches follow what it leaves."""
         self._offer_launch()
         if measured is not None:
             self._show_measured(measured)
-        vars(self).pop("_earlier_runs", None)
+        self._check_results.discard_runs()
         self._recheck()
-        self.trace.show_run(run)
 
     def _show_measured(self, measured: MeasuredRun) -> None:
         """Show the measurements of a run next to the prediction of its plan."""
@@ -673,15 +530,3 @@ class Studio(View):
         self._show_rates()
         self._draw_shown()
         self._recheck()
-
-    def _apply_traced(self, plan: ss.Plan) -> None:
-        """Apply the change of the traced run's plan that a sentence of its trace suggests."""
-        before = self.plan
-        self.apply(plan)
-        self.notice.show_message("Applied the changed plan of the run.", {"Undo": lambda: self.apply(before)})
-
-
-def _create_box(*children: widgets.Widget, kind: str) -> widgets.Box:
-    box = widgets.Box(list(children), layout=controls.share_layout())
-    box.add_class(kind)
-    return box

@@ -755,7 +755,7 @@ def test_the_end_of_a_run_is_handled_in_the_kernels_thread() -> None:
         studio.launch.busy = True
         studio.launch.button.observe(lambda _: threads.append(threading.current_thread().name))
         run = VanishedRun([])
-        reporter = threading.Thread(target=studio._report_ended, args=(run,), name="reporter")
+        reporter = threading.Thread(target=studio.run_events.report_ended, args=(run,), name="reporter")
         reporter.start()
         await asyncio.to_thread(reporter.join)
         for _ in range(100):
@@ -771,5 +771,5 @@ def test_the_end_of_a_run_is_handled_in_the_kernels_thread() -> None:
 
 def test_a_run_whose_folder_vanished_frees_the_launch_button(studio: Studio) -> None:
     studio.launch.busy = True
-    studio._report_ended(VanishedRun([]))  # type: ignore[arg-type]
+    studio.run_events.report_ended(VanishedRun([]))  # type: ignore[arg-type]
     assert not studio.launch.busy

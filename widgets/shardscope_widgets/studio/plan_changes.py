@@ -1,0 +1,63 @@
+"""Changes of the Studio's plan as a whole, by a file, a fit or a trace, each with a notice to undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import shardscope as ss
+from shardscope.planner.repairs.make_it_fit import Fit
+from shardscope_widgets.kit.notice import Notice
+from shardscope_widgets.memory.fit_search import Result
+from shardscope_widgets.memory.repairs import describe_no_fit
+from shardscope_widgets.studio.head import write_fit_question
+from shardscope_widgets.studio.inputs import StudioInputs
+
+
+class PlanChanges:
+    """Applies plans by ``apply(plan)``, and says in ``notice`` what was done."""
+
+    def __init__(self, inputs: StudioInputs, notice: Notice, apply: Callable[[ss.Plan], None]) -> None:
+        self._inputs, self._notice, self._apply = inputs, notice, apply
+
+    def open_plan(self, before: ss.Plan, plan: ss.Plan) -> None:
+        """Apply ``plan``, which was read from a file."""
+        self._apply(plan)
+        if self._inputs.is_wrong:
+            message = "Plan opened, but one of its values is invalid: correct the input marked in red."
+            self._notice.show_message(message, is_error=True)
+        else:
+            self._notice.show_message("Plan opened.", {"Undo": lambda: self._apply(before)})
+
+    def apply_traced(self, before: ss.Plan, plan: ss.Plan) -> None:
+        """Apply the change of a traced run's plan that a sentence of its trace suggests."""
+        self._apply(plan)
+        undo = {"Undo": lambda: self._apply(before)}
+        self._notice.show_message("Applied the changed plan of the run.", undo)
+
+    def offer_fit(self, before: ss.Plan, fit: Result) -> None:
+        """Apply the fit for ``before``; ask first if it changes more than degrees and recomputation."""
+        if isinstance(fit, Exception):
+            message = f"The search for a plan that fits failed: {type(fit).__name__}: {fit}"
+            self._notice.show_message(message, is_error=True)
+            return
+        if fit is None:
+            self._notice.show_message(describe_no_fit(before), is_error=True)
+            return
+        if self._inputs.is_wrong:  # An input was changed during the search.
+            return
+        question = write_fit_question(before, fit)
+        if question is None:
+            self._apply_fit(before, fit)
+        else:
+            message, label = question
+            self._notice.show_message(message, {label: lambda: self._apply_fit(before, fit)})
+
+    def _apply_fit(self, before: ss.Plan, fit: Fit) -> None:
+        self._apply(fit.plan)
+        undo = {"Undo": lambda: self._undo_fit(fit.plan, before)}
+        self._notice.show_message(f"Made it fit: {fit.text}.", undo)
+
+    def _undo_fit(self, undone: ss.Plan, before: ss.Plan) -> None:
+        """Restore ``before``, and reset the framework of the plan that is undone."""
+        self._apply(before)
+        self._inputs.layout.reset_framework(undone.layout.framework)
