@@ -47,9 +47,9 @@ def test_prediction_equals_rehearsal_of_deepspeed_experts(name: str) -> None:
     predicted = plan.memory()
     for phase in ("rest", "forward", "backward", "optimizer"):
         expected = sum(predicted.at(phase).get(part, 0) for part in TENSOR_COMPONENTS)
-        rehearsed = max(moment.num_bytes for moment in stage.moments if moment.phase == phase)
+        rehearsed = max(peak.num_bytes for peak in stage.peaks if peak.phase == phase)
         assert rehearsed == pytest.approx(expected, rel=CLOSE), phase
-    rest = next(moment for moment in stage.moments if moment.phase == "rest")
+    rest = next(peak for peak in stage.peaks if peak.phase == "rest")
     for part in ("parameters", "gradients", "optimizer", "gather_buffers"):
         # Rotary frequencies and DeepSpeed's flags take a few hundred bytes.
         assert 0 <= rest.components.get(part, 0) - predicted.at("rest").get(part, 0) < 4096, part

@@ -135,7 +135,7 @@ def test_errors_found_by_held_out_plans_stay_fixed(case: str) -> None:
     a_plan = FIXED_ERRORS[case]
     rehearse = import_module(f"shardscope.frameworks.{a_plan.layout.framework}.rehearsal.rehearse").rehearse
     stages = rehearse(a_plan, lambda words, fraction: None)
-    rehearsed = max(moment.num_bytes for stage in stages for moment in stage.moments)
+    rehearsed = max(peak.num_bytes for stage in stages for peak in stage.peaks)
     predicted = max(
         sum(moment.components[name] for name in COMPONENTS)  # type: ignore[index]
         for stage in a_plan.memory().by_stage

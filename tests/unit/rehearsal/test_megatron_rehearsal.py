@@ -87,7 +87,7 @@ def test_repeating_a_stored_rehearsal_gives_the_same_bytes(index: int) -> None:
     stages = rehearse_plan(row.plan)
     assert max(stage.peak.num_bytes for stage in stages) == pytest.approx(sum(row.stored.values()), rel=1e-3)
     assert [stage.num_layers for stage in stages] == list(row.plan.stage_layers)
-    assert all({moment.phase for moment in stage.moments} == set(PHASES) for stage in stages)
+    assert all({peak.phase for peak in stage.peaks} == set(PHASES) for stage in stages)
 
 
 @thorough()
@@ -96,7 +96,7 @@ def test_1f1b_holds_fewer_micro_batches_on_later_stages() -> None:
     plan = Plan(arch, EIGHT, ss.Recipe(seq_len=2048, global_batch_size=16), ss.Layout.megatron(tp=2, pp=2))
     first, last = rehearse_plan(plan)
     activation_bytes = [
-        max(moment.components["activations"] for moment in stage.moments if moment.phase == "forward")
+        max(peak.components["activations"] for peak in stage.peaks if peak.phase == "forward")
         for stage in (first, last)
     ]
     assert activation_bytes[0] == pytest.approx(2 * activation_bytes[1], rel=0.1)
@@ -122,7 +122,7 @@ def test_eager_attention_uses_the_fused_softmax_of_megatron(heads: int, bytes_a_
         """Return the activation bytes at the end of forward."""
         recipe = ss.Recipe(seq_len=1024, attention=attention)
         (stage,) = rehearse_plan(Plan(arch, EIGHT, recipe, ss.Layout.megatron()))
-        return [m.components["activations"] for m in stage.moments if m.phase == "forward"][-1]
+        return [m.components["activations"] for m in stage.peaks if m.phase == "forward"][-1]
 
     scores = arch.num_hidden_layers * heads * 1024**2
     assert (measure_saved_bytes("eager") - measure_saved_bytes(None)) / scores == pytest.approx(

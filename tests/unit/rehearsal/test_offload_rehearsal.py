@@ -75,8 +75,8 @@ def test_fake_host_and_fake_gpu_are_different_devices() -> None:
         # Tensors freed before the measured step do not count.
         assert (tracker.held_bytes, tracker.host_peak_bytes) == (8000, 0)
         assert back.device == on_device.device
-        moments = tracker.compute_peaks()
-    assert max(moment.num_bytes for moment in moments) == 8000
+        peaks = tracker.compute_peaks()
+    assert max(peak.num_bytes for peak in peaks) == 8000
 
 
 @needs_deepspeed
@@ -94,9 +94,9 @@ def test_predicted_host_memory_equals_rehearsed_deepspeed_offload(layout: Any) -
     assert stage.host_bytes == pytest.approx(predicted.host_bytes, rel=1e-3)
     tensor_bytes = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
     assert tensor_bytes == pytest.approx(stage.peak.num_bytes, rel=0.02)
-    for moment in stage.moments:
+    for peak in stage.peaks:
         # Neither moments nor master weights are ever on the GPU.
-        assert moment.components.get("optimizer", 0) < 2**20
+        assert peak.components.get("optimizer", 0) < 2**20
 
 
 @needs_deepspeed
@@ -131,8 +131,8 @@ def test_fsdp2_cpu_offload_moves_the_training_state_to_the_host(values: Any, rec
     for stage, predicted_stage in zip(stages, predicted.by_stage, strict=True):
         # The update may need one additional tensor.
         assert -(2**20) < stage.host_bytes - predicted_stage.host_bytes < 4 * 2**20
-        for moment in stage.moments:
-            assert moment.components.get("optimizer", 0) < 2**20
+        for peak in stage.peaks:
+            assert peak.components.get("optimizer", 0) < 2**20
     fullest = max(stage.peak.num_bytes for stage in stages)
     tensor_bytes = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
     assert tensor_bytes == pytest.approx(fullest, rel=0.01)
@@ -169,7 +169,7 @@ def test_autotp_shards_projections_and_head() -> None:
     # Not in parallel: DeepSpeed has its process groups in module globals.
     for tp in (2, 1):
         plan = Plan(arch, EIGHT, ss.Recipe(seq_len=256, global_batch_size=8), ss.Layout.zero(1, tp=tp))
-        rest = next(moment for moment in rehearse_stage(plan).moments if moment.phase == "rest")
+        rest = next(peak for peak in rehearse_stage(plan).peaks if peak.phase == "rest")
         num_parameters[tp] = rest.components["parameters"] / 2
     norms = (2 * arch.num_hidden_layers + 1) * arch.hidden_size
     sharded = arch.num_parameters - embedding - norms

@@ -37,7 +37,7 @@ def rehearse_plan(plan: Plan) -> list[RehearsedStage]:
 
 
 def find_peak_bytes(stage: RehearsedStage, component: str, phase: str) -> int:
-    return max(m.components.get(component, 0) for m in stage.moments if m.phase == phase)
+    return max(m.components.get(component, 0) for m in stage.peaks if m.phase == phase)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_each_stage_has_its_layers_and_shards(stages: list[RehearsedStage]) -> N
     plan = build_plan(8)
     assert [stage.num_layers for stage in stages] == list(plan.stage_layers)
     for stage, predicted in zip(stages, plan.memory().by_stage, strict=True):
-        assert {moment.phase for moment in stage.moments} == set(PHASES)
+        assert {peak.phase for peak in stage.peaks} == set(PHASES)
         for name in ("parameters", "optimizer"):
             rest = next(m for m in predicted.phases if m.phase == "rest").components[name]  # type: ignore[index]
             assert find_peak_bytes(stage, name, "rest") == pytest.approx(rest, abs=2**20)

@@ -104,8 +104,8 @@ def rehearse_stage(plan: Plan) -> RehearsedStage:
 
 
 def get_peak_components(stage: RehearsedStage, phase: str) -> dict[str, int]:
-    moments = [moment.components for moment in stage.moments if moment.phase == phase]
-    return max(moments, key=lambda parts: sum(parts.values()))
+    peaks = [peak.components for peak in stage.peaks if peak.phase == phase]
+    return max(peaks, key=lambda parts: sum(parts.values()))
 
 
 OPTIMIZERS = {

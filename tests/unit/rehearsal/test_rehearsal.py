@@ -149,11 +149,11 @@ def test_the_tracker_follows_storages_not_tensors() -> None:
             view.untyped_storage().resize_(8000)
         tracker.label([view], "gradients")
         held_bytes = tracker.held_bytes
-        moments = {moment.phase: moment for moment in tracker.compute_peaks()}
+        peaks = {peak.phase: peak for peak in tracker.compute_peaks()}
     assert held_bytes == 8000
     # A label applies to a storage from its allocation, even if it was set at the end.
     assert max(m.num_bytes for m in tracker.compute_peaks() if m.phase == "forward") == 6000
-    assert moments["backward"].components == {"gradients": 8000}
+    assert peaks["backward"].components == {"gradients": 8000}
 
 
 def test_a_rehearsed_stage_goes_through_json() -> None:

@@ -131,7 +131,7 @@ def test_repeating_a_stored_rehearsal_gives_the_same_bytes(framework: str, index
     row = next(row for row in read_rows(framework) if row.name == f"{framework}:{index}")
     (stage,) = MODULES[framework].rehearse(row.plan, lambda words, fraction: None)
     assert stage.peak.num_bytes == pytest.approx(sum(row.stored.values()), rel=1e-3)
-    assert {moment.phase for moment in stage.moments} == set(PHASES)
+    assert {peak.phase for peak in stage.peaks} == set(PHASES)
 
 
 @pytest.mark.parametrize("framework", few(MODULES, []))

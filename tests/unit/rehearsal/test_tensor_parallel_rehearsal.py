@@ -59,7 +59,7 @@ def test_repeating_a_stored_rehearsal_gives_the_same_bytes(index: int) -> None:
     row = read_rows()[index]
     (stage,) = rehearse(row.plan, lambda words, fraction: None)
     assert stage.peak.num_bytes == pytest.approx(sum(row.stored.values()), rel=1e-3)
-    assert {moment.phase for moment in stage.moments} == set(PHASES)
+    assert {peak.phase for peak in stage.peaks} == set(PHASES)
 
 
 def test_large_layers_with_tp_and_replicas() -> None:

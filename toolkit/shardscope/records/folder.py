@@ -32,6 +32,8 @@ TEMPORARY = "tmp"
 """Subfolder of a run on one machine, and of each node's folder; deleted when its ranks have ended."""
 RAY = "ray"
 """Subfolder of a Ray run with the state of its coordinator, which alone writes it."""
+ENGINE_REPORTS = "what_it_was"
+"""Subfolder of a run with the reports of what the ranks' engines built."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 """Statuses of a run that has ended, as far as a reader can tell."""
 CERTAINLY_ENDED = FINAL - {"lost"}
@@ -47,7 +49,7 @@ class RunFolder:
         "errors",
         "ranks",
         "traces",
-        "what_it_was",
+        ENGINE_REPORTS,
         "stacks",
         "tensorboard",
     )
@@ -238,7 +240,7 @@ class RunFolder:
 
     def engine_report(self, rank: int) -> Path:
         """Return the path of the report of what one rank's engine built."""
-        return self.path / "what_it_was" / f"rank-{rank}.json"
+        return self.path / ENGINE_REPORTS / f"rank-{rank}.json"
 
     def memory_snapshot(self, rank: int) -> Path:
         """Return the path of one rank's ``torch.cuda.memory`` snapshot (see trace.memory_snapshot)."""

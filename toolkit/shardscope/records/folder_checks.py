@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 from shardscope.core.errors import check_integer, check_number
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.records.folder import ATTEMPTS, NODES, RECORDINGS, STATUSES, NodeFolder, RunFolder
+from shardscope.records.folder import (
+    ATTEMPTS,
+    ENGINE_REPORTS,
+    NODES,
+    RECORDINGS,
+    STATUSES,
+    NodeFolder,
+    RunFolder,
+)
 from shardscope.records.json_files import load_json, read_json
 from shardscope.records.json_values import is_int, is_number, parse_object
 from shardscope.records.regular_files import check_regular
@@ -25,7 +33,7 @@ FILES = frozenset({
     *("job_end.json", "puller.json", "received.json", "puller.log"),
 })  # fmt: skip
 FOLDERS = frozenset({
-    *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots", "ray"),
+    *("events", "logs", "errors", "ranks", "traces", ENGINE_REPORTS, "stacks", "memory_snapshots", "ray"),
 })  # fmt: skip
 """Subfolders that contain regular files only."""
 

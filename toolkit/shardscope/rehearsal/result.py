@@ -36,6 +36,7 @@ class StageJson(TypedDict):
     stage: int
     num_layers: int
     moments: list[PeakJson]
+    """The peaks; the name is that of stored rehearsals."""
     note: str
     host_bytes: int
     nvme_bytes: NotRequired[int]
@@ -63,7 +64,7 @@ class RehearsedStage:
 
     stage: int
     num_layers: int
-    moments: tuple[RehearsedPeak, ...]
+    peaks: tuple[RehearsedPeak, ...]
     """Peaks of all parts of the step, in the step's order."""
     note: str = ""
     """Description of differences from the plan; empty if there are none."""
@@ -75,11 +76,13 @@ class RehearsedStage:
     @property
     def peak(self) -> RehearsedPeak:
         """Peak with the most bytes."""
-        return max(self.moments, key=lambda peak: peak.num_bytes)
+        return max(self.peaks, key=lambda peak: peak.num_bytes)
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as JSON-compatible values."""
-        return asdict(self)
+        fields = asdict(self)
+        peaks = fields.pop("peaks")
+        return {**fields, "moments": peaks}
 
     @classmethod
     def from_dict(cls, data: StageJson) -> RehearsedStage:
@@ -96,7 +99,7 @@ class RehearsedStage:
             return cls(
                 stage=int(data["stage"]),
                 num_layers=int(data["num_layers"]),
-                moments=peaks,
+                peaks=peaks,
                 note=str(data["note"]),
                 host_bytes=int(data["host_bytes"]),
                 nvme_bytes=int(data.get("nvme_bytes", 0)),
@@ -176,7 +179,7 @@ def _build_stage_memory(plan: Plan, rehearsed: RehearsedStage, stage_overheads: 
     return StageMemory(
         stage=rehearsed.stage,
         num_layers=rehearsed.num_layers,
-        find_phases=lambda: tuple(build_phase_memory(peak) for peak in rehearsed.moments),
+        find_phases=lambda: tuple(build_phase_memory(peak) for peak in rehearsed.peaks),
         host_bytes=rehearsed.host_bytes,
         nvme_bytes=rehearsed.nvme_bytes,
     )

@@ -153,7 +153,7 @@ class Tracker(TorchDispatchMode):
         return RehearsedStage(
             stage=number,
             num_layers=num_layers,
-            moments=self.compute_peaks(),
+            peaks=self.compute_peaks(),
             note=note,
             host_bytes=self.host_peak_bytes,
         )

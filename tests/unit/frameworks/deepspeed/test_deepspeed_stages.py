@@ -56,7 +56,7 @@ def test_every_stage_allocates_the_predicted_bytes(name: str) -> None:
             for phase in ("rest", "forward", "backward", "optimizer")
         }
         assert stage.peak.num_bytes == pytest.approx(max(expected.values()), rel=CLOSE), (name, stage.stage)
-        rest = next(moment for moment in stage.moments if moment.phase == "rest")
+        rest = next(peak for peak in stage.peaks if peak.phase == "rest")
         assert rest.num_bytes == pytest.approx(expected["rest"], rel=CLOSE)
         # Besides weights there are a few numbers: losses.
         parameter_bytes = stage.peak.components["parameters"]

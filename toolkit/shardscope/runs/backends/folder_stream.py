@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from shardscope.records.folder import EXPORT, MERGED, RECORDINGS
+from shardscope.records.folder import EXPORT, MERGED, RECORDINGS, RunFolder
 from shardscope.records.regular_files import open_descriptor, open_to_read, size_of
 from shardscope.training.checkpoints.folders import CHECKPOINTS
 
@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 2**26
 LAST = frozenset({"status.jsonl", "ended.json", "state.json"})
 """Files that say that something has ended. They follow everything that was written before them."""
 RECORDS = frozenset({
-    *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "tensorboard"),
+    *RunFolder.SUBFOLDERS,
     *(RECORDINGS, "memory_snapshots", "nodes", "ray", "attempts"),
 })  # fmt: skip
 """Subfolders whose files are copied however large they are."""

@@ -40,7 +40,7 @@ class JobWatch:
         self._folder = folder
         self._lock = threading.Lock()
         self._is_asking = False
-        self._asked = -STALE_SECONDS
+        self._answer_time = -STALE_SECONDS
         self._answered = threading.Event()
         self._answer: Job | None = None
         self._is_answered = False
@@ -101,17 +101,17 @@ class JobWatch:
         """Return the job, whether Slurm has answered lately, and the error if it could not be asked."""
         self._ask(job_id)
         with self._lock:
-            is_fresh = time.monotonic() - self._asked < STALE_SECONDS
+            is_fresh = time.monotonic() - self._answer_time < STALE_SECONDS
         # An old answer may be about an earlier attempt.
         if not is_fresh:
             self._answered.wait(ANSWER_SECONDS)
         with self._lock:
-            is_fresh = time.monotonic() - self._asked < STALE_SECONDS
+            is_fresh = time.monotonic() - self._answer_time < STALE_SECONDS
             return self._answer, self._is_answered and is_fresh, self._problem
 
     def _ask(self, job_id: str) -> None:
         with self._lock:
-            if self._is_asking or time.monotonic() - self._asked < ASK_SECONDS:
+            if self._is_asking or time.monotonic() - self._answer_time < ASK_SECONDS:
                 return
             self._is_asking = True
             self._answered.clear()
@@ -129,7 +129,7 @@ class JobWatch:
         finally:  # Slurm is asked again after any other error too.
             with self._lock:
                 self._answer, self._problem, self._is_answered = job, problem, True
-                self._asked, self._is_asking = time.monotonic(), False
+                self._answer_time, self._is_asking = time.monotonic(), False
                 self._answered.set()
 
     def _describe_end(self, job_id: str, job: Job | None) -> dict[str, object]:
