@@ -7,7 +7,7 @@ from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import assess_plan
 from shardscope_widgets.memory.verdict_line import write_verdict
 from shardscope_widgets.pickers import RunOptions, TaskPicker
-from shardscope_widgets.run.launch_offer import LaunchOffer, build_offer
+from shardscope_widgets.run.launching.launch_offer import LaunchOffer, build_offer
 
 
 def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> LaunchOffer:

@@ -28,7 +28,7 @@ from shardscope.runs.backends import this_machine
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.summaries import RunSummaries
 from shardscope.runs.watch.free_memory import read_free_memory
-from shardscope_widgets.kit.static_picture import TEXT_WIDGETS
+from shardscope_widgets.kit.saved.static_picture import TEXT_WIDGETS
 from shardscope_widgets.run.runs_view import RunsView
 from shardscope_widgets.run.view import RunView
 

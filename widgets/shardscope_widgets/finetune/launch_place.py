@@ -12,7 +12,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import Debounced, LatestRequest
 from shardscope_widgets.kit.display_names import format_name
 from shardscope_widgets.pickers.schedulers import SCHEDULERS, Queue, find_queues
-from shardscope_widgets.run.launch_target import LaunchTarget
+from shardscope_widgets.run.launching.launch_target import LaunchTarget
 
 SEARCH_SECONDS = 0.5
 """Delay after the view's creation before schedulers are searched, so that it is drawn first."""

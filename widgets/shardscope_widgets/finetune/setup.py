@@ -25,7 +25,7 @@ from shardscope.training.tasks.choices import (
 )
 from shardscope.training.weights.example_models import EXAMPLES, find_example
 from shardscope.training.weights.hub_folder import find_in_cache, is_hub_name
-from shardscope_widgets.run.launch_offer import CPU_PRECISION, CPU_SEQ_LEN, TRIAL_RANKS
+from shardscope_widgets.run.launching.launch_offer import CPU_PRECISION, CPU_SEQ_LEN, TRIAL_RANKS
 
 EXAMPLE = "smollm2-135m-instruct"
 GPU_SEQ_LEN = 2048

@@ -14,8 +14,8 @@ from plotly.offline import get_plotlyjs
 from plotly.serializers import custom_serializers
 
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.chart_svg import draw_svg
 from shardscope_widgets.kit.front_end import front_end_text
+from shardscope_widgets.kit.saved.chart_svg import draw_svg
 
 ClickListener = Callable[[int, int, object], None]
 """Called with the trace index, the point index in that trace, and the point's ``customdata``."""

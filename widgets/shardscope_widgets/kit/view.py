@@ -9,9 +9,9 @@ from pathlib import Path
 import ipywidgets as widgets
 
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.saved_output import SavedOutput
-from shardscope_widgets.kit.saved_page import write_page
-from shardscope_widgets.kit.static_picture import draw_picture
+from shardscope_widgets.kit.saved.saved_output import SavedOutput
+from shardscope_widgets.kit.saved.saved_page import write_page
+from shardscope_widgets.kit.saved.static_picture import draw_picture
 
 
 class View(widgets.VBox):

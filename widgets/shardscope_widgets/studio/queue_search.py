@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardscope_widgets.kit.background_calls import Debounced, LatestRequest
 from shardscope_widgets.pickers import ClusterPicker
 from shardscope_widgets.pickers.schedulers import SCHEDULERS, Queue, find_queues
-from shardscope_widgets.run.launch_target import LaunchTarget
+from shardscope_widgets.run.launching.launch_target import LaunchTarget
 
 FIRST_SEARCH_SECONDS = 0.5
 """Delay after the Studio's creation before schedulers are searched, so that the Studio is drawn first."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
-from shardscope_widgets.run.launch_button import LaunchButton
+from shardscope_widgets.run.launching.launch_button import LaunchButton
 from shardscope_widgets.studio.queue_search import QueueSearch
 from shardscope_widgets.time.rows import RunSteps
 from shardscope_widgets.trace import TracePage

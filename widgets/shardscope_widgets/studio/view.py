@@ -43,7 +43,7 @@ from shardscope_widgets.pickers.cluster import ANYWHERE
 from shardscope_widgets.pickers.open_plan import OpenPlan
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.run.export_panel import ExportPanel
-from shardscope_widgets.run.launch_button import LaunchButton
+from shardscope_widgets.run.launching.launch_button import LaunchButton
 from shardscope_widgets.run.runs_view import RunsView, count_runs
 from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio.check_results import CheckResults

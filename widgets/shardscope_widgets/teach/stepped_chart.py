@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import traitlets
 
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.chart_svg import draw_svg
 from shardscope_widgets.kit.front_end import front_end_text
+from shardscope_widgets.kit.saved.chart_svg import draw_svg
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Frame:
 class SteppedChart(Chart):
     """A chart with frames. Its front end merges the frame of :attr:`step` into the figure without the kernel.
 
-    The same front end works in a page from disk (``kit/saved_page.py``).
+    The same front end works in a page from disk (``kit/saved/saved_page.py``).
     """
 
     _esm = front_end_text("kit/front_end", "keys.js", "chart.js", "steps.js", "steps_export.js")

@@ -24,7 +24,7 @@ from shardscope.trace.tile_encoding import TileEncoder, TileRequest
 from shardscope.trace.tiles import Tiler
 from shardscope_widgets.kit.background_calls import BackgroundCalls, LatestRequest, find_running_loop
 from shardscope_widgets.kit.front_end import front_end_text
-from shardscope_widgets.kit.saved_output import SavedOutput
+from shardscope_widgets.kit.saved.saved_output import SavedOutput
 from shardscope_widgets.trace.picture import draw_picture, draw_unfinished_picture
 from shardscope_widgets.trace.requests import Request, RequestError, read_request
 from shardscope_widgets.trace.saved_page import choose_slices, write_page

@@ -12,7 +12,7 @@ from fake_runs import FakeRun, wait_until
 from ipywidgets.widgets.widget import _instances
 
 from shardscope_widgets import ChatView
-from shardscope_widgets.kit.static_picture import draw_picture
+from shardscope_widgets.kit.saved.static_picture import draw_picture
 
 TIMEOUT_SECONDS = 10
 

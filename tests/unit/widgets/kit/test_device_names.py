@@ -15,7 +15,7 @@ from shardscope.planner.verdict import assess_plan
 from shardscope.timing.calibration.store import store_calibration
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.display_names import name_model
-from shardscope_widgets.kit.static_picture import find_texts_and_charts
+from shardscope_widgets.kit.saved.static_picture import find_texts_and_charts
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.repairs import describe_no_fit
 from shardscope_widgets.pickers import ClusterPicker

@@ -13,7 +13,7 @@ from tests.weights_folders import write_folder
 import shardscope as ss
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import RunOptions, TaskPicker
-from shardscope_widgets.run.launch_offer import build_offer
+from shardscope_widgets.run.launching.launch_offer import build_offer
 
 needs("torch")
 needs("transformers")
@@ -131,7 +131,7 @@ def test_trial_of_a_fine_tune_pretrains_a_tiny_random_model(
     picker: TaskPicker, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is too large for this machine, and no folder has the tiny model's weights."""
-    monkeypatch.setattr("shardscope_widgets.run.launch_offer._fits_free_memory", lambda plan: False)
+    monkeypatch.setattr("shardscope_widgets.run.launching.launch_offer._fits_free_memory", lambda plan: False)
     plan = build_plan(folder, "8xh100-sxm-80gb")
     picker.set_plan(plan, folder)
     offer = build_local_offer(picker, plan)

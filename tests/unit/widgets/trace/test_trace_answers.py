@@ -28,7 +28,7 @@ from shardscope.timing.calibration.store import store_calibration
 from shardscope.trace import Trace
 from shardscope.trace.analysis.summary import Sentence
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.static_picture import draw_picture
+from shardscope_widgets.kit.saved.static_picture import draw_picture
 from shardscope_widgets.trace import TracePage, TraceView
 from shardscope_widgets.trace.analyses import (
     describe_collectives,

@@ -20,8 +20,8 @@ import ipywidgets as widgets
 
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.saved.static_picture import TEXT_WIDGETS
 from shardscope_widgets.kit.sheet import Sheet
-from shardscope_widgets.kit.static_picture import TEXT_WIDGETS
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

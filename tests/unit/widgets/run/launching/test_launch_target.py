@@ -25,7 +25,7 @@ from shardscope.runs.backends.nodes import Node, NodePool
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ClusterPicker, schedulers
 from shardscope_widgets.pickers.schedulers import JobOption, Queue, Scheduler, find_queues
-from shardscope_widgets.run import launch_button
+from shardscope_widgets.run.launching import launch_button
 
 pytestmark = needs_installed("torch")
 

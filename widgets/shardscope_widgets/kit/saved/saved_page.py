@@ -14,8 +14,8 @@ from plotly.utils import PlotlyJSONEncoder
 from shardscope_widgets.kit.chart import Chart, get_packed_plotly
 from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.kit.front_end import front_end_text
+from shardscope_widgets.kit.saved.static_picture import find_texts_and_charts, render_end_of_log, rewrite_html
 from shardscope_widgets.kit.sheet import Sheet
-from shardscope_widgets.kit.static_picture import find_texts_and_charts, render_end_of_log, rewrite_html
 from shardscope_widgets.run.log_pane import LogPane
 
 PAGE = """<!doctype html>

@@ -16,8 +16,8 @@ import ipywidgets as widgets
 
 from shardscope.core.html_table import SCROLL_BOX
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.chart_svg import DEFAULT_HEIGHT
 from shardscope_widgets.kit.clickable import Clickable
+from shardscope_widgets.kit.saved.chart_svg import DEFAULT_HEIGHT
 from shardscope_widgets.run.log_pane import LogPane
 
 TEXT_WIDGETS = (widgets.HTML, Clickable, LogPane)

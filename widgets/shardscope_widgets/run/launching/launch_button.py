@@ -15,9 +15,9 @@ from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
-from shardscope_widgets.run.free_memory import FreeMemoryList, schedule_first_read
-from shardscope_widgets.run.launch_offer import LaunchOffer, build_offer
-from shardscope_widgets.run.launch_target import LaunchTarget
+from shardscope_widgets.run.launching.free_memory import FreeMemoryList, schedule_first_read
+from shardscope_widgets.run.launching.launch_offer import LaunchOffer, build_offer
+from shardscope_widgets.run.launching.launch_target import LaunchTarget
 
 if TYPE_CHECKING:
     from shardscope.runs.launch.context import Context

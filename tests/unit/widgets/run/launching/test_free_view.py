@@ -21,7 +21,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import write_json
 from shardscope.runs.watch import free_memory as free_now_module
 from shardscope.runs.watch.free_memory import MAX_USERS, read_free_memory
-from shardscope_widgets.run.free_memory import FreeMemoryList
+from shardscope_widgets.run.launching.free_memory import FreeMemoryList
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_view_refreshes_on_request_and_escapes_process_names(monkeypatch: pytest
 def test_view_does_not_import_torch() -> None:
     code = """
 import sys
-from shardscope_widgets.run.free_memory import FreeMemoryList
+from shardscope_widgets.run.launching.free_memory import FreeMemoryList
 FreeMemoryList()
 assert "torch" not in sys.modules
 """
