@@ -5,7 +5,9 @@ State flows one way: pickers -> ``studio.plan`` -> views.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -70,6 +72,7 @@ PAUSE_SECONDS = 0.25
 """Delay after the last input before fixes and findings are computed: both are slower than the rest."""
 FIRST_SEARCH_SECONDS = 0.5
 """Delay after the Studio's creation before schedulers are searched."""
+FORM_SETTINGS = "GPUs and training settings are still those of the fine-tune"
 TRACE_PIXELS = 340
 TRACE_FOLLOWS = "The trace appears here when the run has ended."
 Page = TypeVar("Page", bound=widgets.Widget)
@@ -92,6 +95,8 @@ class Studio(View):
         """Tab -> the plan that its page currently shows."""
         self._formed: ss.Plan | None = None
         """The plan of the Fine-tune tab's form that was applied last."""
+        self._form_plans: tuple[ss.Plan, ss.Plan] | None = None
+        """The plan that the form's replaced, and the form's as it is in the inputs."""
         self._occupied_by: Path | None = None
         """Folder of the active run of this machine that was launched or resumed here last."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
@@ -403,7 +408,7 @@ class Studio(View):
     # ---- plan to views
 
     @traitlets.observe("plan")
-    def _draw_plan(self, change: object) -> None:
+    def _draw_plan(self, change: Mapping[str, object]) -> None:
         plan, report = self.plan, self.plan.memory()
         self._report = report
         self.notice.show_message("")  # The notice was about the previous plan.
@@ -413,6 +418,7 @@ class Studio(View):
         self._draw_shown()
         self._show_rates()
         self._offer_launch()
+        self._name_form_settings(change["old"])
         self.export_panel.set_plan(plan)
         self._pause.request()
 
@@ -498,12 +504,35 @@ class Studio(View):
         if setup is not None and setup.plan != self._formed:
             self._formed = setup.plan
             if not page.is_following:
+                before = self.plan
+                if self._form_plans is not None and self._form_plans[1].architecture == before.architecture:
+                    before = self._form_plans[0]
+                self._form_plans = None
                 self.apply(setup.plan, setup.task.weights)
+                self._form_plans = (before, self.plan)
         has_turn = self.tabs.value == FINE_TUNE or (self.task.kind == "finetune" and page.has_data)
         self.task.set_form(page.read_state(self.architecture.weights_folder) if has_turn else None)
         self._drawn.pop(FINE_TUNE, None)
         self._draw_shown()
         self._show_head()
+
+    def _name_form_settings(self, before: object) -> None:
+        """Name the settings of a fine-tune that stay in the plan of another model, and offer those before it.
+
+        They follow from the form's data and the machine, and the user has set none of them at the left. They
+        are not removed by themselves: the user may compare models for one fine-tune.
+        """
+        if self._form_plans is None or not isinstance(before, ss.Plan):
+            return
+        plan, (earlier, formed) = self.plan, self._form_plans
+        is_other = plan.architecture not in (before.architecture, formed.architecture)
+        if not is_other or plan.recipe != formed.recipe or plan.recipe == earlier.recipe:
+            return
+        actions = {}
+        with contextlib.suppress(ValueError):  # The model may not fit the degrees of then.
+            own = replace(earlier, architecture=plan.architecture)
+            actions = {"Use those before": lambda: self.apply(own)}
+        self.notice.show_message(f"{FORM_SETTINGS}: {self.recipe.answer}.", actions)
 
     def _leave_form(self) -> None:
         """Leave the Fine-tune tab, whose form has the task while it is shown."""
@@ -558,8 +587,9 @@ class Studio(View):
 
     def _on_pause(self) -> None:
         self._show_recommendations()
-        worst = sort_worst_first(self.findings)[0].severity if self.findings else ""
-        self.tabs.set_badge("Checks", len(self.findings), summarize_findings(self.findings), worst)
+        findings = self.findings  # Once: without an event loop, another thread may change the plan.
+        worst = sort_worst_first(findings)[0].severity if findings else ""
+        self.tabs.set_badge("Checks", len(findings), summarize_findings(findings), worst)
         self._count_runs()
 
     def _count_runs(self) -> None:
