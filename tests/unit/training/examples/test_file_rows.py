@@ -119,7 +119,8 @@ def test_a_file_without_a_row_is_refused_as_such(
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_part_without_rows_is_no_error_of_a_folder(streaming: bool, tmp_path: Path) -> None:
     """Spark and other writers leave empty parts."""
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     parts = [tmp_path / f"part-{number}.parquet" for number in range(3)]
     for part, words in zip(parts, ([], ["sea", "whale"], []), strict=True):
         pandas.DataFrame({"text": pandas.Series(words, dtype=str)}).to_parquet(part)
