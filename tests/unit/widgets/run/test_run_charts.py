@@ -274,6 +274,12 @@ def test_log_search_works_during_and_after_the_run() -> None:
 def test_another_run_ends_the_search_in_the_log_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread reads for a view, so that no part of a large log is read twice."""
     monkeypatch.setattr(LogSearch, "search_next", lambda self: True)  # A log without end.
+    others = set(threading.enumerate())
+
+    def list_readers() -> list[str]:
+        threads = set(threading.enumerate()) - others
+        return [thread.name for thread in threads if thread.name.startswith("shardscope-run-")]
+
     ended, active = FakeRun([]), FakeRun([record(loss=2.5)])
     ended.status = "finished"
     view = RunView(ended)
@@ -289,11 +295,6 @@ def test_another_run_ends_the_search_in_the_log_of_the_last_one(monkeypatch: pyt
     assert list_readers() == ["shardscope-run-view"]
     view.close()
     assert wait_until(lambda: not list_readers())
-
-
-def list_readers() -> list[str]:
-    """Return the names of the threads that read runs for views."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shardscope-run-")]
 
 
 def test_fault_22_page_receives_a_bounded_part_of_the_log() -> None:
