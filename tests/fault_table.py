@@ -152,8 +152,9 @@ FAULTS = {
         "failed on a full disk may be lost as well, and then the reason says so.",
     ),
     24: Fault(
-        "The run folder is deleted during the run",
-        "Lost: its folder is gone. No process is left.",
+        "The run folder is deleted or moved during the run",
+        "Lost: its folder is gone. No process is left. A folder that was moved says, opened at its new path, "
+        "that the run was stopped for it.",
     ),
     25: Fault(
         "The clock is set back or forth",

@@ -125,5 +125,13 @@ def never_accumulates(steps: int = 2) -> None:
     assert torch.equal(next(model.parameters()).detach(), torch.full((1, 4), -float(steps)))
 
 
+def trains_nothing() -> None:
+    """An Accelerator, and the end of the script."""
+    from accelerate import Accelerator
+
+    Accelerator()
+    raise SystemExit(0)
+
+
 def has_no_accelerator() -> None:
     """Nothing of Accelerate."""

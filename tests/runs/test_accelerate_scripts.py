@@ -251,6 +251,7 @@ def several_scripts(ctx: StandInContext) -> dict[str, Any]:
         "no adapters", tiny_plan("ddp", 2, seq_len=16, method="lora"), accelerate_scripts.train_llama, arch
     )
     record_script("some weights", ddp, some_weights, arch)
+    record_script("trains nothing", ddp, accelerate_scripts.trains_nothing)
     record_script("no accelerator", ddp, accelerate_scripts.has_no_accelerator)
     record_script("fails", ddp, accelerate_scripts.fails_in_a_helper)
     record_script("other precision", ddp, in_bf16, arch)
@@ -392,4 +393,6 @@ def test_settings_of_the_script_are_reported_without_error(script_results: list[
         assert not case["error"], case["error"]
         assert case["engine"]["gradient_accumulation_steps"] == 1
         assert any("the plan's takes 4" in words for words in case["engine"]["differs"])
+        nothing = rank["trains nothing"]
+        assert not nothing["error"] and "nothing was trained" in nothing["engine"]["sentence"]
         assert "ended without creating an Accelerator()" in rank["no accelerator"]["error"]["summary"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from run_helpers import make_plan, seconds_until
 from test_stop import has_begun, rank_pid
 from tests.requirements import few, sample, thorough
 
+from shardscope.core.errors import FieldError
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, read_json, write_json
 from shardscope.runs.explain.exceptions import make_exception_record
@@ -307,3 +309,12 @@ def test_fault_13_exceptions_without_readable_text() -> None:
     assert "Worst" in make_exception_record(Worst())["summary"]
     record = make_exception_record(ValueError("é" * 2_000_000))
     assert len(record["traceback"]) < 70_000 and len(record["summary"]) <= 300
+
+
+def test_the_reason_of_a_failure_keeps_the_nearest_fix() -> None:
+    long = FieldError("Finetune.data", "rows", "whole rows; " + "line 1 is cut; " * 40, "shorter prompts")
+    summary = make_exception_record(long)["summary"]
+    assert summary.startswith("raised FieldError: Finetune.data is 'rows'") and len(summary) <= 300
+    assert summary.endswith("Nearest fix: shorter prompts.")
+    full = make_exception_record(OSError(errno.ENOSPC, "No space left on device", "/runs/mine"))["summary"]
+    assert "/runs/mine" in full and "Nearest fix: free some space" in full

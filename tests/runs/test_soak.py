@@ -25,6 +25,7 @@ from tests.soak.runner import Outcome
 
 from shardscope.machine.processes import read_start_time
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import partial_file
 from shardscope.runs.launch import lease
 
 ROOT = Path(__file__).parents[2]
@@ -152,8 +153,8 @@ def test_fault_09_the_launching_process_cleans_up_after_a_killed_supervisor(tmp_
     (folder.temporary / "torchelastic").mkdir()
     gone = subprocess.Popen(["true"])
     gone.wait()
-    (folder.error(0).parent / f".rank-0.json.{gone.pid}").touch()
-    being_written = folder.path / f".note.json.{os.getpid()}"
+    partial_file(folder.error(0)).with_suffix(f".{gone.pid}").touch()
+    being_written = partial_file(folder.path / "note.json")
     being_written.touch()
     folder.log(0).write_text("my token is hf_" + "a1B2" * 8)
     code = "import subprocess; print(subprocess.Popen(['sleep', '100']).pid, flush=True); input()"

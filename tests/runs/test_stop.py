@@ -214,6 +214,17 @@ def test_processes_that_ranks_started_end_with_the_run(tmp_path: Path) -> None:
     assert seconds_until(lambda: not list_processes(tmp_path), 1) < 1
 
 
+def test_fault_24_the_run_folder_is_moved(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.steps_until_stop, folder=tmp_path)
+    seconds_until(run.metrics)
+    moved = run.folder.rename(tmp_path / "elsewhere")
+    assert seconds_until(lambda: not list_processes(tmp_path), 15) < 15
+    assert run.status == "lost" and run.reason == "its folder is gone"
+    again = Run.attach(moved)
+    assert again.status == "stopped" and str(moved) in again.reason
+    assert not (moved / "task.pkl").exists() and not (moved / "tmp").exists()
+
+
 def test_fault_24_the_run_folder_is_deleted(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.deletes_its_folder, folder=tmp_path)
     assert run.wait(30) == "lost" and run.reason == "its folder is gone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from fake_runs import wait_until
 from tensorboardX.proto.event_pb2 import Event
 
 from shardscope.machine.processes import identify_machine
-from shardscope.records import metrics_table, redaction
+from shardscope.records import json_files, metrics_table, redaction
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import (
     LineTail,
@@ -220,6 +221,18 @@ def test_metrics_are_written_as_csv(folder: RunFolder) -> None:
     assert compute_curve(records, "loss") == {1: 3.0} and compute_curve(records, "note") == {}
 
 
+def test_a_full_disk_leaves_no_part_of_the_csv(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    append_line(folder.events(0), {"step": 0, "rank": 0, "time": 1.0, "loss": 2.0})
+
+    def fail(*_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(metrics_table, "_to_cell", fail)
+    with pytest.raises(OSError, match="No space"):
+        list(write_csv_in_pieces(folder, 1, print))
+    assert not [path for path in folder.path.iterdir() if "metrics" in path.name]
+
+
 def test_fault_61_csv_escapes_spreadsheet_formulas(folder: RunFolder) -> None:
     """Names of metrics are escaped as well as their values."""
     names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "\n=1", "＝1"]
@@ -325,7 +338,9 @@ def test_two_threads_that_replace_one_file_keep_it_complete(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_only_partial_files_of_ended_processes_are_deleted(tmp_path: Path) -> None:
+def test_only_partial_files_of_ended_processes_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of another writer are complete soon."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -340,6 +355,11 @@ def test_only_partial_files_of_ended_processes_are_deleted(tmp_path: Path) -> No
         delete_partial_files(tmp_path)
         assert len(list(folder.iterdir())) == 1
         writer.communicate(b"now killed")
+    assert len(list(folder.iterdir())) == 1
+    # Nobody here knows which processes another machine has.
+    with monkeypatch.context() as patch:
+        patch.setattr(json_files, "identify_machine", lambda: "another machine")
+        delete_partial_files(tmp_path)
     assert len(list(folder.iterdir())) == 1
     delete_partial_files(tmp_path)
     assert not list(folder.iterdir())

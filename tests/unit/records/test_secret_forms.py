@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from shardscope.records.redaction import LogCleaner, redact, secret_values
+from shardscope.records.redaction import LogCleaner, read_masked_size, redact, secret_values
 
 KEY = "aB3dE5gH7jK9mN1p"
 HEX = "0f1e2d3c4b5a6978"
@@ -159,6 +161,56 @@ def test_long_key_or_jwt_written_in_pieces_is_masked(tmp_path: Path) -> None:
             writer.write(whole[start : start + 97].encode())
             cleaner.clean()
     assert KEY not in log.read_text() and log.read_text().endswith("* end\n")
+
+
+CREDENTIAL = json.dumps({"type": "service", "client": "q7x9-of-mine", "word": "zzTop 1234 abcd"}, indent=2)
+
+
+@pytest.mark.parametrize("num_idle_checks", [0, 1])
+@pytest.mark.parametrize(
+    ("secret", "part"),
+    [
+        ("-----BEGIN RSA PRIVATE KEY-----\n" + f"{KEY}\n" * 5 + "-----END RSA PRIVATE KEY-----", KEY),
+        (CREDENTIAL, "zzTop"),
+    ],
+    ids=["private key", "credential in JSON"],
+)
+def test_a_secret_of_several_lines_is_masked_before_it_is_read(
+    secret: str, part: str, num_idle_checks: int, tmp_path: Path
+) -> None:
+    """However long the pauses between its lines are."""
+    log, received = tmp_path / "log", b""
+    log.touch()
+    cleaner = LogCleaner(log, lambda: secret_values({"CLIENT_CREDENTIALS": CREDENTIAL}))
+    read_masked_size(log)
+    with log.open("ab", buffering=0) as writer:
+        for line in f"start\n{secret}\nend\n".splitlines(keepends=True):
+            writer.write(line.encode())
+            for _ in range(1 + num_idle_checks):
+                cleaner.clean()
+            received += log.read_bytes()[len(received) : read_masked_size(log)]
+    assert part not in log.read_text() and part.encode() not in received
+    assert received.startswith(b"start\n")
+    list(cleaner.finish())
+    assert read_masked_size(log) == log.stat().st_size and log.read_text().endswith("\nend\n")
+
+
+def test_a_credential_of_several_lines_is_masked_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIENT_CREDENTIALS", CREDENTIAL)
+    environment = dict(os.environ)
+    indented = "\n".join(f"[rank 0]  {line}" for line in CREDENTIAL.splitlines())
+    for text in (CREDENTIAL, indented, repr(environment), json.dumps(environment)):
+        assert "zzTop" in text and "zzTop" not in redact(text)
+
+
+@pytest.mark.parametrize("line", ["expected -----BEGIN PRIVATE KEY-----, not x\n", "-----BEGIN EPOCH-----\n"])
+def test_a_line_that_begins_no_key_is_not_held_back(line: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(line)
+    cleaner = LogCleaner(log)
+    read_masked_size(log)
+    cleaner.clean()
+    assert read_masked_size(log) == len(line)
 
 
 def test_many_secrets_in_one_text_are_masked() -> None:

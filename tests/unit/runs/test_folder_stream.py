@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import random
@@ -21,10 +22,12 @@ from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.redaction import LogCleaner
 from shardscope.runs.backends import folder_stream
 from shardscope.runs.backends.folder_stream import Chunk, FolderCopy, FolderSource, advance
+from shardscope.runs.backends.ray import coordinator as ray_coordinator
 from shardscope.runs.backends.ray import puller as ray_puller
 from shardscope.runs.backends.ray import stream as ray_stream
 from shardscope.runs.backends.ray.coordinator import Coordinator
 from shardscope.runs.backends.ray.stream import FROM_KERNEL, NodeStream, StreamHub, create_copy, delete_copy
+from shardscope.runs.backends.ray.watch import describe_lost_node
 
 
 @pytest.fixture
@@ -289,11 +292,15 @@ class ActorError(Exception):
     """In place of Ray's error for an actor that has ended."""
 
 
+class UnavailableError(ActorError):
+    """In place of Ray's error for an actor whose connection is broken; it may come back."""
+
+
 def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., object]) -> None:
     """Replace Ray by a module in which the methods of an actor are called in this process."""
     ray, exceptions = ModuleType("ray"), ModuleType("ray.exceptions")
     vars(ray).update({"get": lambda call, timeout: call(), **functions})
-    vars(exceptions).update(RayActorError=ActorError)
+    vars(exceptions).update(RayActorError=ActorError, ActorUnavailableError=UnavailableError)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
 
@@ -334,7 +341,10 @@ def test_a_folder_that_is_deleted_during_a_write_still_stops_its_run(
     assert connections == [(True, ["auto", "shardscope-run"]), (False, ["auto", "shardscope-run"])]
 
 
-@pytest.mark.parametrize("error", [TimeoutError("busy"), OSError(errno.ENOSPC, "full"), ActorError("gone")])
+@pytest.mark.parametrize(
+    "error",
+    [TimeoutError("busy"), OSError(errno.ENOSPC, "full"), UnavailableError("away"), ActorError("gone")],
+)
 def test_only_the_end_of_an_actor_ends_the_last_exchanges(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -342,7 +352,7 @@ def test_only_the_end_of_an_actor_ends_the_last_exchanges(
 
     def get(call: Callable[[], object], timeout: float) -> object:
         if errors:
-            raise errors[0] if isinstance(error, ActorError) else errors.pop()
+            raise errors[0] if type(error) is ActorError else errors.pop()
         return call()
 
     stand_in_for_ray(monkeypatch, get=get)
@@ -364,9 +374,39 @@ def test_only_the_end_of_an_actor_ends_the_last_exchanges(
     hub.drain(0)
     assert time.monotonic() - began < 5
     received = read_all(hub.path)
-    if isinstance(error, ActorError):
+    if type(error) is ActorError:
         assert "status.jsonl" not in received and node.path.exists()
     else:
         is_equal = received["traces/rank-0.json.gz"] == trace  # No diff of megabytes.
         assert is_equal and "status.jsonl" in received
         assert not node.path.exists()
+
+
+@pytest.mark.parametrize("error", [UnavailableError("away"), ActorError("gone")])
+def test_a_node_whose_connection_breaks_for_a_while_is_not_lost(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers: list[Exception | tuple[int | None, str]] = [(None, ""), error, (None, ""), (0, "")]
+
+    def poll() -> tuple[int | None, str]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    # One answer of a poll is for `wait`, as Ray keeps it: it is got twice.
+    def remote() -> Callable[[], object]:
+        return functools.cache(poll)
+
+    stand_in_for_ray(
+        monkeypatch, get=lambda call, timeout=None: call(), wait=lambda calls, **_: (calls, []), nodes=list
+    )
+    monkeypatch.setattr(ray_coordinator, "POLL_SECONDS", 0.01)
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    (folder.path / "ray").mkdir()
+    coordinator = Coordinator(str(folder.path), 1, {})
+    coordinator._nodes = {0: SimpleNamespace(poll=SimpleNamespace(remote=remote))}  # type: ignore[dict-item]
+    coordinator._watch_nodes()
+    assert ("gone" in describe_lost_node(folder, 0)) == (type(error) is ActorError)
+    assert bool(answers) == (type(error) is ActorError)

@@ -31,6 +31,9 @@ def test_merged_trace_has_every_slice_at_its_time_and_every_flow(tmp_path: Path)
         assert len(ids) == len(set(ids)) > 0
     again = Trace.load(path)
     assert len(again) == len(trace) and len(again.flows[0]) == len(trace.flows[0])
+    # Read again, all ranks are one: breakdown and kernels would be silently wrong.
+    assert any("2 ranks in one file" in note for note in again.notes)
+    assert not any("in one file" in note for note in trace.notes)
 
 
 def test_late_times_stay_exact_and_broken_arguments_are_empty(tmp_path: Path) -> None:

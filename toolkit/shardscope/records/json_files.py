@@ -8,6 +8,7 @@ asterisks.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from shardscope.machine.os_errors import is_absent
-from shardscope.machine.processes import read_start_time
+from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.json_values import parse_object
 from shardscope.records.redaction import create_redactor
 from shardscope.records.regular_files import (
@@ -75,9 +76,7 @@ def write_json(path: Path, record: Mapping[str, object], as_is: Collection[str] 
 
     ``as_is`` names values that a process uses later, such as paths, which are never masked.
     """
-    # In the same folder, because a rename is atomic only within one file system. Thread and pid keep writers
-    # apart; the pid is last for delete_partial_files.
-    partial = path.with_name(f".{path.name}.{threading.get_ident()}.{os.getpid()}")
+    partial = partial_file(path)
     try:
         with open_new(partial) as file:
             file.write(encode(record, as_is))
@@ -102,13 +101,29 @@ def write_json_on_full_disk(path: Path, record: Mapping[str, object]) -> None:
             file.truncate()
 
 
+def partial_file(path: Path) -> Path:
+    """Return the hidden file in which this thread writes what is to replace ``path``."""
+    # In the same folder, because a rename is atomic only within one file system. Thread, machine and pid keep
+    # writers apart; the last two are for delete_partial_files.
+    own = f"{threading.get_ident()}.{_hash_machine()}.{os.getpid()}"
+    return path.with_name(f".{path.name}.{own}")
+
+
 def delete_partial_files(folder: Path) -> None:
-    """Delete partial files of :func:`write_json` in killed processes, in ``folder`` and its subfolders."""
+    """Delete partial files of killed processes of this machine, in ``folder`` and its subfolders.
+
+    Those of other machines, which share the folder, stay: whether they are still being written cannot be
+    known here.
+    """
     for path in (*folder.glob(".*"), *folder.glob("*/.*")):
         # A partial file of a living process is still being written.
-        pid = path.suffix[1:]
-        if pid.isdecimal() and read_start_time(int(pid)) is None:
+        *_, machine, pid = path.name.rsplit(".", 2)
+        if machine == _hash_machine() and pid.isdecimal() and read_start_time(int(pid)) is None:
             path.unlink(missing_ok=True)
+
+
+def _hash_machine() -> str:
+    return hashlib.blake2b(identify_machine().encode(), digest_size=6).hexdigest()
 
 
 def load_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:

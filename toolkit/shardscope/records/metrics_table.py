@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import LineTail, finite_or_special
+from shardscope.records.json_files import LineTail, finite_or_special, partial_file
 from shardscope.records.regular_files import open_new, size_of
 
 FIRST = ("step", "rank", "time")
@@ -42,14 +41,17 @@ def write_csv_in_pieces(folder: RunFolder, world_size: int, report: Callable[[st
         return
     # Second pass: the rows, into a partial file that replaces the old one only when it is complete.
     columns = [*FIRST, *(name for name in names if name not in FIRST)]
-    partial = folder.csv.with_name(f".{folder.csv.name}.{os.getpid()}")
-    with io.TextIOWrapper(open_new(partial), newline="", encoding="utf-8") as file:
-        lines = csv.writer(file)
-        lines.writerow(map(_to_cell, columns))
-        for records in _read_pieces(folder, world_size, stride):
-            lines.writerows([_to_cell(record.get(name)) for name in columns] for record in records)
-            yield
-    partial.replace(folder.csv)
+    partial = partial_file(folder.csv)
+    try:
+        with io.TextIOWrapper(open_new(partial), newline="", encoding="utf-8") as file:
+            lines = csv.writer(file)
+            lines.writerow(map(_to_cell, columns))
+            for records in _read_pieces(folder, world_size, stride):
+                lines.writerows([_to_cell(record.get(name)) for name in columns] for record in records)
+                yield
+        partial.replace(folder.csv)
+    finally:  # A full disk needs the bytes of a table that is not complete.
+        partial.unlink(missing_ok=True)
 
 
 def compute_curve(records: Iterable[Mapping[str, object]], name: str) -> dict[int, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,14 +37,23 @@ MAX_SECRET_BYTES = 2**16
 """Most bytes kept for the next scan. The end of a longer secret that is printed in pieces stays visible."""
 MARGIN_BYTES = 16
 """Upper bound of the context to the left that the patterns look at (lookbehind)."""
+BEGIN_OF_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?=\s|\\[nr])")
+"""The first line of a private key; an error message that mentions it goes on in the same line."""
+MAX_KEY_BYTES = 12_288
+"""Longest private key, with its first line, that the patterns recognize."""
 PIECE_BYTES = 2**23
 """Bytes per call of :meth:`LogCleaner.finish`; each takes a fraction of a second."""
 
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Return the values in ``environment`` whose variable names denote secrets, longest first."""
+    """Return the values in ``environment`` whose variable names denote secrets, longest first.
+
+    Those of several lines, such as a credential in JSON, are followed by their lines: a log may have them
+    indented, behind a prefix, or one by one.
+    """
     # Filter by name before reading: os.environ decodes each value on access.
     values = {environment.get(name, "") for name in environment if is_secret_name(name)}
+    values |= {line.strip() for value in values for line in value.splitlines()}
     secrets = {value for value in values if len(value) >= MIN_LENGTH and not is_path(value)}
     return sorted(secrets, key=len, reverse=True)
 
@@ -105,7 +115,9 @@ def _find_secrets(data: AnyStr, forms: Sequence[tuple[AnyStr, re.Pattern[AnyStr]
 
 @functools.lru_cache(maxsize=8)
 def _text_forms(values: tuple[str, ...]) -> tuple[tuple[str, re.Pattern[str]], ...]:
-    known = {value: f"({re.escape(value)})" for value in values} | KNOWN_FORMS
+    # In JSON, as in a dump of the environment, quotes and line ends are escaped.
+    printed = {form for value in values for form in (value, json.dumps(value)[1:-1])}
+    known = {value: f"({re.escape(value)})" for value in printed} | KNOWN_FORMS
     return tuple((literal, re.compile(pattern)) for literal, pattern in known.items())
 
 
@@ -148,12 +160,13 @@ class LogCleaner:
         size = size_of(self.path)
         end = size if max_bytes is None else min(size, self.offset + max_bytes)
         if end <= self.offset:
-            self._record(self.offset)  # Nothing has followed since the last call.
+            # Nothing has followed since the last call.
+            self._record(self.offset - len(self._seen) + _find_open_key(self._seen))
             return 0
         # After the size: secrets that were learned until now cover all data up to ``end``.
         values = self._secrets()
         forms = _byte_forms(tuple(values))
-        longest = max((len(os.fsencode(value)) for value in values), default=0)
+        longest = max(len(literal) for literal, _ in forms)
         overlap, num_found = max(OVERLAP_BYTES, longest + 2 * MARGIN_BYTES), 0
         with open_to_change(self.path) as file:
             while self.offset < end:
@@ -168,7 +181,8 @@ class LogCleaner:
                     first, last = match.span(1)
                     if start and match.start() < MARGIN_BYTES:
                         continue  # handled by the last scan, which saw all context to its left
-                    if last > len(self._seen):
+                    # What follows a secret may be what it is recognized by: the last line of a key.
+                    if match.end() > len(self._seen):
                         file.seek(start + first)
                         file.write(MASK.encode() * (last - first))
                         num_found += 1
@@ -209,7 +223,8 @@ def read_masked_size(log: Path) -> int:
     """Return how many bytes of a log may be read: those whose secrets are masked.
 
     An unfinished line at its end is included once nothing has followed it for a check: its rest may complete
-    a secret. The first call creates the file in which the log's cleaner records the number, so it returns 0.
+    a secret. A private key is included once it is complete. The first call creates the file in which the
+    log's cleaner records the number, so it returns 0.
     """
     record = _record_of(log)
     with contextlib.suppress(OSError):
@@ -229,5 +244,11 @@ def _record_of(log: Path) -> Path:
 def _find_end_of_lines(data: bytes) -> int:
     """Return the number of bytes that no later ones can make a secret: whole lines, and no part of a key."""
     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-    key = data.rfind(b"-----BEGIN ", 0, end)
-    return end if key < 0 or b"-----END" in data[key:end] else key
+    return min(end, _find_open_key(data))
+
+
+def _find_open_key(data: bytes) -> int:
+    """Return where a private key begins whose last line is missing; the length of ``data`` without one."""
+    begins = [match.start() for match in BEGIN_OF_KEY.finditer(data)]
+    is_open = begins and b"-----END" not in data[begins[-1] :] and len(data) - begins[-1] < MAX_KEY_BYTES
+    return begins[-1] if is_open else len(data)

@@ -47,7 +47,8 @@ def iterate_chrome(trace: Trace) -> Iterator[bytes]:
     A rank is a process, and each of its tracks a thread: process and thread numbers of different hosts may be
     the same.
     """
-    yield b'{"displayTimeUnit":"ns","traceEvents":['
+    # The number is for reading the file again, where all of it is one rank (loading/rank_file.py).
+    yield b'{"displayTimeUnit":"ns","numMergedRanks":%d,"traceEvents":[' % len(trace.ranks)
     yield b",\n".join(json.dumps(event).encode() for event in _list_names(trace))
     # Chrome's times are not negative; marks may come before the first slice.
     shift = -min(int(trace.marks.time_ns.min()) if len(trace.marks) else 0, 0)

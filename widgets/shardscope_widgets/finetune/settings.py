@@ -120,7 +120,12 @@ class FinetuneSettings(Picker):
     def read(self, change: object = None) -> None:
         """Read the inputs."""
         super().read(change)
-        own = [f"{LABELS[name][1].lower()} {_shorten_line(self._boxes[name].value)}" for name in self.value]
+        self._summarize()
+
+    def _summarize(self) -> None:
+        """Name the user's own settings in the answer; those of adapters only while there are some."""
+        names = [name for name in self.value if self.rows[name].is_shown]
+        own = [f"{LABELS[name][1].lower()} {_shorten_line(self._boxes[name].value)}" for name in names]
         self.answer = ", ".join(own) or "recommended settings"
 
     def show_choices(self, choices: Choices) -> None:
@@ -147,6 +152,7 @@ class FinetuneSettings(Picker):
                     box.value = chosen
             else:
                 box.placeholder = shown or DEFAULTS.get(name, "")
+        self._summarize()
 
 
 DEFAULTS = {"lora_alpha": "twice the rank", "validation": "0.1", "samples": "three prompts of the data"}

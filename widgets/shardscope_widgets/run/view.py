@@ -376,24 +376,31 @@ class RunView(View):
             if self.run is None or self._is_watching:
                 return
             self._is_watching = True
-            threading.Thread(target=self._finish_search, daemon=True, name="shardscope-run-log").start()
+            threading.Thread(
+                target=self._finish_search, args=(self._left,), daemon=True, name="shardscope-run-log"
+            ).start()
 
-    def _finish_search(self) -> None:
-        """Refresh until a search has read the whole log of an ended run."""
+    def _finish_search(self, left: threading.Event) -> None:
+        """Refresh until a search has read the whole log of an ended run.
+
+        It returns at once when ``left`` is set: another thread watches the run that is shown then.
+        """
         more = True
         while more:
             started = time.monotonic()
             with self._lock:
+                if left.is_set():
+                    return
                 # A caller of _refresh_log waits here, and starts another thread if this was the last refresh.
                 more = False
                 try:
-                    more = self.run is not None and self.refresh()
+                    more = self.refresh()
                 except Exception as error:  # The folder may be gone by now.
                     self.error.value = _render_alert(f"The run cannot be shown: {error}")
                 finally:
                     self._is_watching = more
             if more:
-                time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - started)))
+                left.wait(max(0.0, POLL_SECONDS - (time.monotonic() - started)))
 
     def _fit_width(self) -> None:
         with self._lock:

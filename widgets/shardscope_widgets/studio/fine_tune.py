@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import shardscope as ss
 from shardscope_widgets.finetune import FinetunePage
+from shardscope_widgets.finetune.setup import Setup
+from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.pickers.task import FormState
 from shardscope_widgets.studio.inputs import StudioInputs
 
 FINE_TUNE = "Fine-tune"
+REPLACED = "The plan is now the Fine-tune form's."
+KEPT_SETTINGS = "GPUs and training settings are still those of the fine-tune"
 
 
 class FineTuneTab:
-    """Connects the form with the Studio's inputs; ``apply(plan, weights)`` sets them to the form's plan."""
+    """Connects the form with the Studio's inputs.
+
+    ``apply(plan, weights)`` sets the inputs to a plan; ``current()`` returns the plan that they lead to.
+    """
 
     def __init__(
-        self, inputs: StudioInputs, tabs: Tabs, apply: Callable[[ss.Plan, Path | None], None]
+        self,
+        inputs: StudioInputs,
+        tabs: Tabs,
+        notice: Notice,
+        *,
+        apply: Callable[[ss.Plan, Path | None], None],
+        current: Callable[[], ss.Plan],
     ) -> None:
-        self._inputs, self._tabs, self._apply = inputs, tabs, apply
+        self._inputs, self._tabs, self._notice = inputs, tabs, notice
+        self._apply, self._current = apply, current
         self.page: FinetunePage | None = None
         """None until the tab is first shown."""
         self._planned: ss.Plan | None = None
         """The plan of the form that was applied last."""
+        self._in_inputs: ss.Plan | None = None
+        """The same plan as the inputs have it."""
+        self._replaced: tuple[ss.Plan, Path | None] | None = None
+        """The plan that the form has replaced, and the folder of its model."""
 
     def create_page(self, on_change: Callable[[], None], on_end: Callable[[ss.Run], None]) -> FinetunePage:
         """Return a new page, which begins with the plan's model."""
@@ -49,9 +69,41 @@ class FineTuneTab:
         if setup is not None and setup.plan != self._planned:
             self._planned = setup.plan
             if not page.is_following:
-                self._apply(setup.plan, setup.task.weights)
+                self._replace_plan(setup)
         has_turn = self._is_shown or (self._inputs.task.kind == "finetune" and page.has_data)
         self._inputs.task.set_form(self._read_state(page) if has_turn else None)
+
+    def _replace_plan(self, setup: Setup) -> None:
+        """Apply the form's plan, and offer to restore the one before it."""
+        # While the form is edited, Undo restores the plan before its first change.
+        plan = self._current()
+        if self._replaced is None or plan != self._in_inputs:
+            self._replaced = plan, self._inputs.architecture.weights_folder
+        earlier, weights = self._replaced
+        self._in_inputs = None
+        self._apply(setup.plan, setup.task.weights)
+        self._in_inputs = self._current()
+        if self._in_inputs != earlier:
+            self._notice.show_message(REPLACED, {"Undo": lambda: self._apply(earlier, weights)})
+
+    def name_settings(self, before: object) -> None:
+        """Name the settings of a fine-tune that stay in the plan of another model, and offer those before it.
+
+        ``before`` is the plan before the current one. The settings follow from the form's data and the
+        machine, and the user has set none of them at the left. They are not removed by themselves: the user
+        may compare models for one fine-tune.
+        """
+        if self._replaced is None or self._in_inputs is None or not isinstance(before, ss.Plan):
+            return
+        plan, earlier, formed = self._current(), self._replaced[0], self._in_inputs
+        is_other = plan.architecture not in (before.architecture, formed.architecture)
+        if not is_other or plan.recipe != formed.recipe or plan.recipe == earlier.recipe:
+            return
+        actions = {}
+        with contextlib.suppress(ValueError):  # The model may not fit the degrees of then.
+            own = replace(earlier, architecture=plan.architecture)
+            actions = {"Use those before": lambda: self._apply(own, None)}
+        self._notice.show_message(f"{KEPT_SETTINGS}: {self._inputs.recipe.answer}.", actions)
 
     def show_plan(self, page: FinetunePage, plan: ss.Plan) -> None:
         """Show on ``page`` what a launch of ``plan`` would do, or what is missing."""

@@ -155,7 +155,9 @@ class Studio(View):
             on_rates=self._predict_again,
         )
         self.run_events = RunEvents(self.launch, self._queues, self.trace, on_end=self._use_ended_run)
-        self._fine_tune = FineTuneTab(self._inputs, self.tabs, self.apply)
+        self._fine_tune = FineTuneTab(
+            self._inputs, self.tabs, self.notice, apply=self.apply, current=lambda: self.plan
+        )
         self._pages: dict[str, widgets.Box] = {
             "Memory": widgets.VBox([self.memory]),
             **{name: widgets.VBox() for name in ("Time", "Plans", "Checks", FINE_TUNE, "Runs")},
@@ -332,7 +334,7 @@ class Studio(View):
     # ---- plan to views
 
     @traitlets.observe("plan")
-    def _draw_plan(self, change: object) -> None:
+    def _draw_plan(self, change: Mapping[str, object]) -> None:
         plan, report = self.plan, self.plan.memory()
         self._report = report
         self.notice.show_message("")  # The notice was about the previous plan.
@@ -342,6 +344,7 @@ class Studio(View):
         self._draw_shown()
         self._show_rates()
         self._offer_launch()
+        self._fine_tune.name_settings(change["old"])
         self.export_panel.set_plan(plan)
         self._pause.request()
 
@@ -439,8 +442,9 @@ class Studio(View):
 
     def _on_pause(self) -> None:
         self._show_recommendations()
-        worst = sort_worst_first(self.findings)[0].severity if self.findings else ""
-        self.tabs.set_badge("Checks", len(self.findings), summarize_findings(self.findings), worst)
+        findings = self.findings  # Once: without an event loop, another thread may change the plan.
+        worst = sort_worst_first(findings)[0].severity if findings else ""
+        self.tabs.set_badge("Checks", len(findings), summarize_findings(findings), worst)
         self._count_runs()
 
     def _count_runs(self) -> None:

@@ -9,7 +9,7 @@ from tests.requirements import needs
 
 from shardscope.core.errors import FieldError
 from shardscope.training.examples.file_rows import FileRows
-from shardscope.training.examples.rows import open_rows
+from shardscope.training.examples.rows import load_files, open_rows
 from shardscope.training.tasks.finetune_rows import FinetuneRows
 
 needs("datasets")
@@ -101,3 +101,41 @@ def test_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
         open_all(cut)
     with_mark = open_all(write(tmp_path / "b.jsonl", GOOD * 2, "utf-8-sig"))
     assert with_mark[0]["prompt"] == "Who?"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.jsonl", "\n \n"), ("a.csv", "prompt,completion\n\n"), ("a.tsv", "")]
+)
+def test_a_file_without_a_row_is_refused_as_such(
+    name: str, text: str, streaming: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path / name, text)
+    with pytest.raises(FieldError, match="at least one row") as caught:
+        load_files(FIELD, [path], streaming=streaming)
+    assert caught.value.fix == "a file that has rows"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_part_without_rows_is_no_error_of_a_folder(streaming: bool, tmp_path: Path) -> None:
+    """Spark and other writers leave empty parts."""
+    import pandas
+
+    parts = [tmp_path / f"part-{number}.parquet" for number in range(3)]
+    for part, words in zip(parts, ([], ["sea", "whale"], []), strict=True):
+        pandas.DataFrame({"text": pandas.Series(words, dtype=str)}).to_parquet(part)
+    rows = load_files(FIELD, parts, streaming=streaming)
+    assert [row["text"] for row in rows] == ["sea", "whale"]  # type: ignore[attr-defined]
+    with pytest.raises(FieldError, match="at least one row"):
+        load_files(FIELD, parts[:1], streaming=streaming)
+
+
+def test_a_cell_of_any_length_is_read(tmp_path: Path) -> None:
+    """The csv module refuses cells above 128 KiB by itself."""
+    table = f"prompt,completion\n{'x' * 200_000},Ahab\nWhat?,a,b,c\nWhere?,sea\n"
+    path = write(tmp_path / "a.csv", table)
+    with pytest.raises(FieldError, match="line 3"):
+        open_all(path)
+    rows = open_all(path, "skip")
+    assert [rows[index]["completion"] for index in range(len(rows))] == ["Ahab", None, "sea"]
+    assert rows.describe_place(2) == "line 4 of a.csv"

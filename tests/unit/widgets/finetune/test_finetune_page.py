@@ -106,6 +106,20 @@ def test_another_model_on_the_left_is_not_trained_on_the_forms_data(studio: Any)
     assert not studio.finetune.notice.value
 
 
+def test_settings_of_the_fine_tune_in_the_plan_of_another_model_are_named(studio: Any) -> None:
+    before = studio.plan
+    fill(studio)
+    studio.architecture.name.value = "qwen3-8b"
+    assert studio.plan.recipe.method == "lora" and studio.plan.recipe.seq_len == 24
+    assert "fine-tune" in studio.notice.value and "LoRA" in studio.notice.value
+    assert "24 tokens" in studio.notice.value
+    studio.notice._handle_action("Use those before")
+    assert studio.plan == replace(before, architecture=ss.models["qwen3-8b"])
+    assert not studio.notice.value
+    studio.architecture.name.value = "llama-3.1-8b"
+    assert not studio.notice.value, "there are none any more"
+
+
 def test_a_wrong_input_of_the_form_disables_the_button_on_every_tab(studio: Any) -> None:
     fill(studio)
     inputs = studio.finetune.form.inputs

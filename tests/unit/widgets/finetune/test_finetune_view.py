@@ -109,6 +109,10 @@ def test_own_settings_replace_the_recommended_ones(files: Path) -> None:
     view.form.inputs.method.value = "full"
     assert view.plan.recipe.method == "full" and view.plan.recipe.lora_rank is None
     assert not view.form.settings.rows["lora_rank"].is_shown and "full fine-tuning" in view.headline.value
+    # A setting that does not apply is not named, and comes back with the adapters.
+    assert view.form.settings.answer == "learning rate 1e-3, epochs 1, sequence length 24"
+    view.form.inputs.method.value = "lora"
+    assert view.plan.recipe.lora_rank == 4 and "lora rank 4" in view.form.settings.answer
     view.close()
 
 

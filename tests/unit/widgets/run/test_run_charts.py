@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from fake_runs import PLAN, FakeRun, record, wait_until
 from tests.requirements import thorough
 
+from shardscope.records.log_search import LogSearch
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope_widgets import RunView
 from shardscope_widgets.run.figure import RunFigure
@@ -267,6 +269,32 @@ def test_log_search_works_during_and_after_the_run() -> None:
     assert wait_until(lambda: "ss-t-red" in view.logs.pane.value)
     view.logs.whose.value = "supervisor"
     assert wait_until(lambda: "no output" in view.logs.pane.value)
+
+
+def test_another_run_ends_the_search_in_the_log_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread reads for a view, so that no part of a large log is read twice."""
+    monkeypatch.setattr(LogSearch, "search_next", lambda self: True)  # A log without end.
+    others = set(threading.enumerate())
+
+    def list_readers() -> list[str]:
+        threads = set(threading.enumerate()) - others
+        return [thread.name for thread in threads if thread.name.startswith("shardscope-run-")]
+
+    ended, active = FakeRun([]), FakeRun([record(loss=2.5)])
+    ended.status = "finished"
+    view = RunView(ended)
+    assert wait_until(lambda: view.status == "finished" and not list_readers())
+    view.logs.words.value = "oops"
+    assert wait_until(lambda: "still searching" in view.logs.found.value)
+    assert list_readers() == ["shardscope-run-log"]
+    view.show(active)
+    assert wait_until(lambda: "2.500" in view.facts.value)
+    assert wait_until(lambda: list_readers() == ["shardscope-run-view"])
+    view.logs.words.value = "line"
+    assert wait_until(lambda: "still searching" in view.logs.found.value)
+    assert list_readers() == ["shardscope-run-view"]
+    view.close()
+    assert wait_until(lambda: not list_readers())
 
 
 def test_fault_22_page_receives_a_bounded_part_of_the_log() -> None:

@@ -93,13 +93,18 @@ class Watch:
                 undo()
 
     def finish(self) -> None:
-        """Log the last step of an ended script. Raises ``RuntimeError`` if it created no Accelerator."""
+        """Log the last step of an ended script, and report one without a model.
+
+        Raises ``RuntimeError`` if it created no Accelerator.
+        """
         self._log_pending_step()
         if self.accelerator is None:
             raise RuntimeError(
                 f"{self.name} ended without creating an Accelerator(): nothing of it ran as planned. To run "
                 "code without Accelerate, launch a function f(ctx)."
             )
+        if not self._models:
+            self._report_difference("prepared no model for training: nothing was trained as planned")
 
     # ---- Wrappers: each gets the wrapped method and its arguments
 

@@ -14,7 +14,7 @@ import time
 
 from shardscope.records.attempts import has_begun
 from shardscope.records.folder import FINAL, SUBMISSION, RunFolder
-from shardscope.records.json_files import read_json, read_lines, read_tail_text, write_json
+from shardscope.records.json_files import partial_file, read_json, read_lines, read_tail_text, write_json
 from shardscope.runs.backends.slurm_job import Job, SlurmError, explain_end, read_job, read_job_id
 from shardscope.runs.stop_request import describe_stop_request
 
@@ -153,7 +153,7 @@ class JobWatch:
     def _store_end(self, end: dict[str, object]) -> dict[str, object]:
         """Write the end of a run that no node will write, unless another process was faster."""
         record = {"time": time.time(), **end}
-        partial = self._folder.path / f".job_end.{threading.get_ident()}.{os.getpid()}"
+        partial = partial_file(self._folder.job_end)
         # The folder may be another user's, and some file systems have no hard links: then each reader asks.
         with contextlib.suppress(OSError):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 import traceback
 from typing import TypedDict
@@ -10,6 +11,7 @@ from shardscope.runs.explain.failure import looks_like_peer_lost
 
 MAX_TEXT = 64 * 1024
 MAX_SUMMARY = 300
+DISK_FIX = "free some space there, then launch again with resume= for the last checkpoint"
 
 
 class ExceptionRecord(TypedDict):
@@ -49,16 +51,26 @@ def make_exception_record(error: BaseException) -> ExceptionRecord:
     summary = f"raised {name}: {first_line}" if first_line else f"raised {name}"
     if notes := getattr(error, "__notes__", ()):  # The position in the user's script.
         summary = f"{summary[: MAX_SUMMARY // 2]} ({notes[0]})"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        summary = f"{summary}. Nearest fix: {DISK_FIX}"
     if isinstance(error, SystemExit):
         summary = f"called sys.exit({first_line})"
     return {
         "time": now,
         "monotonic": monotonic,
         "type": name,
-        "summary": summary[:MAX_SUMMARY],
+        "summary": _cut_middle(summary),
         "traceback": text,
         "peer_lost": looks_like_peer_lost(name, text),
     }
+
+
+def _cut_middle(summary: str) -> str:
+    """Return a summary without its middle if it is too long: our errors end with the nearest fix."""
+    if len(summary) <= MAX_SUMMARY:
+        return summary
+    head, tail = summary[: MAX_SUMMARY // 2].rstrip(), summary[-(MAX_SUMMARY // 2 - 5) :].lstrip()
+    return f"{head} ... {tail}"
 
 
 def shorten(text: str) -> str:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
@@ -42,6 +43,7 @@ from shardscope.runs.backends.slurm_job import describe_job_end
 from shardscope.runs.explain.exceptions import make_exception_record
 from shardscope.runs.explain.failure import has_rank_died
 from shardscope.runs.launch.environment import build_launcher_environment
+from shardscope.runs.launch.lease import clean_up_killed_run
 from shardscope.runs.launch.new_secrets import SecretReceiver
 from shardscope.runs.launch.supervision.leftover_processes import LeftoverDetector
 from shardscope.runs.launch.supervision.run_end import Outcome, RunEnd
@@ -62,6 +64,8 @@ class Supervisor:
 
     def __init__(self, folder: RunFolder, lease: int | None, signals: ReceivedSignals) -> None:
         self.folder = folder
+        self._open_folder = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY)
+        """Descriptor of the folder, which follows it when it is moved; never closed."""
         self.lease = lease
         self.signals = signals
         self.exits = LineTail(folder.exits)
@@ -312,7 +316,20 @@ class Supervisor:
         except OSError as error:
             if is_absent(error) and not self.folder.path.exists():
                 # Without its folder the run could not be seen or stopped any more.
-                self.stop.terminate("the run folder is gone")
+                moved = self._find_moved_folder()
+                what = "is gone" if moved is None else f"was moved to {moved.path} while it ran"
+                self.stop.terminate(f"the run folder {what}")
+
+    def _find_moved_folder(self) -> RunFolder | None:
+        """Return the run folder if it has another path now; None if it has not, or is deleted."""
+        # That of several nodes is on a file system that they share, and may only be invisible here.
+        if isinstance(self.folder, NodeFolder) or self.folder.path.exists():
+            return None
+        with contextlib.suppress(OSError):
+            # Of a deleted folder the link names no existing path (proc(5)); other systems have no /proc.
+            path = Path(f"/proc/self/fd/{self._open_folder}").readlink()
+            return RunFolder(path) if path.is_dir() else None
+        return None
 
     def _sleep(self) -> None:
         if self.lease is None:
@@ -351,6 +368,8 @@ class Supervisor:
             self.folder.task.unlink(missing_ok=True)
         self.set_status(final.status, final.reason, **final.details)
         self.end.finish(final.status)
+        if (moved := self._find_moved_folder()) is not None:  # All of this was done at its old path.
+            clean_up_killed_run(moved)
 
     def _describe_outcome(self) -> Outcome:
         """Return what this process knows of the run's end."""
@@ -393,6 +412,10 @@ class Supervisor:
         try:
             self.folder.set_status(status, reason, **more)
         except OSError as error:  # A full disk must not prevent us from ending the ranks.
+            if (moved := self._find_moved_folder()) is not None:
+                with contextlib.suppress(OSError):
+                    moved.set_status(status, reason, **more)
+                    return
             self.log(f"could not write status {status!r} ({reason}): {error}")
 
     @staticmethod

@@ -7,7 +7,6 @@ cluster the supervisor of each node samples the GPUs of its ranks, less often, i
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import NamedTuple
 from shardscope.machine.detection import list_visible_indices, query_nvml
 from shardscope.records.clock_offsets import read_clock_offsets
 from shardscope.records.folder import NodeFolder, RunFolder
-from shardscope.records.json_files import append_line, encode, read_json, read_lines
+from shardscope.records.json_files import append_line, encode, partial_file, read_json, read_lines
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.regular_files import open_new
 
@@ -155,7 +154,7 @@ class GpuSampler:
         # Halve the older part and write the file again, under another name: readers see either version.
         older, dense = self._samples[: -self._num_dense], self._samples[-self._num_dense :]
         self._samples = _thin_out(older, len(older) // 2) + dense
-        partial = self.folder.gpu_samples.with_name(f".{self.folder.gpu_samples.name}.{os.getpid()}")
+        partial = partial_file(self.folder.gpu_samples)
         with open_new(partial) as file:
             file.writelines(encode(one.to_record()) for one in self._samples)
         partial.replace(self.folder.gpu_samples)

@@ -40,12 +40,15 @@ class Document(msgspec.Struct, kw_only=True):
     """Process groups of the rank by name."""
     device_names: dict[int, str] = {}
     """Names of the machine's GPUs by index, as the driver spells them."""
+    num_merged_ranks: int = 1
+    """Number of ranks in the file; several in one that ``Trace.to_chrome`` has written."""
 
 
 class _Fields(msgspec.Struct):
     distributedInfo: msgspec.Raw = NO_ARGS  # noqa: N815 - Kineto's spelling
     baseTimeNanoseconds: msgspec.Raw = NO_ARGS  # noqa: N815
     deviceProperties: msgspec.Raw = NO_ARGS  # noqa: N815
+    numMergedRanks: msgspec.Raw = NO_ARGS  # noqa: N815
 
 
 def read_document(path: Path, header: bytes, footer: bytes) -> Document:
@@ -71,6 +74,7 @@ def read_document(path: Path, header: bytes, footer: bytes) -> Document:
         base_ns=_read_int(base, 2**62),
         process_groups=_read_process_groups(facts.get("pg_config")),
         device_names=_read_device_names(devices),
+        num_merged_ranks=read_small_int(_decode_raw(before.numMergedRanks)) or 1,
     )
 
 

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from shardscope.core.errors import refuse
+from shardscope.training.examples.file_rows import check_is_utf8
 
 STRUCTURED_SUFFIXES = {
     ".jsonl": "JSON lines",
@@ -43,6 +44,8 @@ ALLOWED = (
     "JSON, CSV and Parquet files"
 )
 FIX = "write the text of its rows to a .txt file, or None for Moby-Dick"
+MAX_TEXT_BYTES = 2**30
+"""Maximum size of a text: every rank tokenizes all of it at the start of a run."""
 
 
 def check_is_plain_text(field: str, path: Path) -> None:
@@ -50,6 +53,19 @@ def check_is_plain_text(field: str, path: Path) -> None:
     kind = STRUCTURED_SUFFIXES.get(path.suffix.lower()) or _detect_format(path)
     if kind is not None:
         refuse(field, str(path), ALLOWED, FIX, f"{path.name} is {kind}, not plain text")
+
+
+def check_can_be_read(field: str, path: Path) -> None:
+    """Raise ``ValueError``, naming ``field``, for a text that is empty, over 1 GiB or not in UTF-8.
+
+    It reads all of the file.
+    """
+    size = path.stat().st_size
+    if not size:
+        refuse(field, str(path), "a text with words in it: this file is empty", "a file that has some")
+    if size > MAX_TEXT_BYTES:
+        refuse(field, f"{path} of {size:,} bytes", f"at most {MAX_TEXT_BYTES:,} bytes", "a part of it")
+    check_is_utf8(field, path)
 
 
 def _detect_format(path: Path) -> str | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
 from shardscope.training.data.batches import Batches
+from shardscope.training.data.plain_text import check_can_be_read
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER, encode_text
 
 if TYPE_CHECKING:
@@ -19,29 +20,22 @@ if TYPE_CHECKING:
 
     from shardscope.training.data.tokenizer import TokenIds
 
-MAX_TEXT_BYTES = 2**30
-"""Maximum size of a text: every rank tokenizes all of it at the start of a run."""
 
-
-def read_tokens(text: Path | None, encode: Callable[[str], TokenIds] | None = None) -> TokenIds:
+def read_tokens(
+    text: Path | None, encode: Callable[[str], TokenIds] | None = None, field: str = "text"
+) -> TokenIds:
     """Return the int32 token ids of a UTF-8 text file (None: the shipped corpus).
 
-    ``encode`` defaults to the shipped tokenizer. Raises ``ValueError`` for a file that is missing, empty,
-    over 1 GiB or not UTF-8.
+    ``encode`` defaults to the shipped tokenizer. Raises ``ValueError``, naming ``field``, for a file that is
+    missing, empty, over 1 GiB or not UTF-8.
     """
     if text is None and encode is None:
         return read_shipped_tokens()
     path = text or SHIPPED_TEXT
     if not path.is_file():
-        refuse("text", str(path), "a text file, or None for the shipped corpus", Value(None))
-    if not 0 < path.stat().st_size <= MAX_TEXT_BYTES:
-        size = f"{path} of {path.stat().st_size:,} bytes"
-        refuse("text", size, f"1 to {MAX_TEXT_BYTES:,} bytes", "a part of it")
-    try:
-        return (encode or encode_text)(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        where = f"{path} with byte {error.object[error.start]:#x} at {error.start}"
-        refuse("text", where, "UTF-8", "convert it")
+        refuse(field, str(path), "a text file, or None for the shipped corpus", Value(None))
+    check_can_be_read(field, path)
+    return (encode or encode_text)(path.read_text(encoding="utf-8"))
 
 
 # eq=False: comparing arrays of tokens gives an array and no bool.

@@ -12,16 +12,20 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from shardscope.core.errors import refuse
 
 if TYPE_CHECKING:
+    from _csv import Reader
+
     from shardscope.training.examples.rows import Row, Rows
 
 JSON_LINES = (".jsonl", ".ndjson")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 CHUNK_BYTES = 2**20
+MAX_CELL_CHARACTERS = 2**31 - 1
+"""Longest cell of a CSV file; a larger limit is refused where a C long has 32 bits."""
 FIRST_BYTES = 4096
 """Bytes at the beginning of a file that show whether it is in UTF-16."""
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -84,13 +88,33 @@ def _iterate_first_lines(path: Path) -> Iterator[int]:
             yield from (number for number, line in enumerate(file, start=1) if line.strip())
         return
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=DELIMITERS[path.suffix.lower()])
+        reader = _create_reader(file, path)
         next(reader, None)
         begins = reader.line_num + 1
         for row in reader:
             if row:
                 yield begins
             begins = reader.line_num + 1
+
+
+def has_rows(path: Path) -> bool:
+    """Return whether a data file has a row; also true for an unreadable one, which its parser reports.
+
+    One without has only blank lines, only the header of a CSV file, or is an empty part of a Parquet set.
+    """
+    suffix = path.suffix.lower()
+    if not path.stat().st_size:
+        return False
+    try:
+        if suffix == ".parquet":
+            import pyarrow.parquet as parquet
+
+            return bool(parquet.read_metadata(path).num_rows)
+        if suffix in (*JSON_LINES, *DELIMITERS):
+            return next(_iterate_first_lines(path), None) is not None
+    except (OSError, ValueError, csv.Error):  # Those of pyarrow and of decoding are ValueErrors.
+        return True
+    return True
 
 
 def check_is_utf8(field: str, path: Path) -> None:
@@ -139,7 +163,13 @@ def _refuse_encoding(field: str, path: Path, byte: int, line: int, encoding: str
 def read_header(path: Path) -> list[str]:
     """Return the column names of a CSV or TSV file."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        return next(csv.reader(file, delimiter=DELIMITERS[path.suffix.lower()]), [])
+        return next(_create_reader(file, path), [])
+
+
+def _create_reader(file: TextIO, path: Path) -> Reader:
+    # The limit of this process, 128 KiB unless somebody has changed it: a long document is one cell.
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARACTERS))
+    return csv.reader(file, delimiter=DELIMITERS[path.suffix.lower()])
 
 
 def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
@@ -153,12 +183,12 @@ def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
             with path.open("rb") as source, copy.open("wb") as target:
                 target.writelines(line if _is_object(line) else b"{}\n" for line in source if line.strip())
             continue
-        delimiter = DELIMITERS[path.suffix.lower()]
         with (
             path.open(encoding="utf-8-sig", newline="") as source,
             copy.open("w", encoding="utf-8", newline="") as target,
         ):
-            reader, writer = csv.reader(source, delimiter=delimiter), csv.writer(target, delimiter=delimiter)
+            reader = _create_reader(source, path)
+            writer = csv.writer(target, delimiter=DELIMITERS[path.suffix.lower()])
             header = next(reader, [])
             writer.writerow(header)
             for row in filter(None, reader):

@@ -20,6 +20,7 @@ from shardscope.training.examples.file_rows import (
     JSON_LINES,
     FileRows,
     check_is_utf8,
+    has_rows,
     read_header,
     write_readable_copies,
 )
@@ -210,8 +211,11 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     """Return the rows of files of one kind as a ``Dataset``, or as an ``IterableDataset`` if streamed."""
     import datasets
 
-    if not any(path.stat().st_size for path in files):
-        refuse(field, str(files[0]), "data with at least one row: this file is empty", "a file that has rows")
+    # Those without a row would be errors of the parsers.
+    first, files = files[0], [path for path in files if has_rows(path)]
+    if not files:
+        problem = "has no row" if first.stat().st_size else "is empty"
+        refuse(field, str(first), f"data with at least one row: this file {problem}", "a file that has rows")
     loader, options = LOADERS[files[0].suffix.lower()], dict[str, object]()
     if loader == "csv":
         options["delimiter"] = DELIMITERS[files[0].suffix.lower()]

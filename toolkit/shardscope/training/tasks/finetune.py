@@ -398,7 +398,7 @@ class Finetune(TextTask):
         if self.validation is None:
             return windows, None
         if isinstance(self.validation, Path):
-            tokens = read_tokens(self.validation, self.encode())
+            tokens = read_tokens(self.validation, self.encode(), self._field("validation"))
             return windows, replace(windows, tokens=tokens, in_order=True)
         assert isinstance(self.validation, float)
         return split_windows(self._field("validation"), windows, self.validation)
@@ -467,6 +467,10 @@ class Finetune(TextTask):
     def frozen_base(self) -> dict[str, object]:
         """See :class:`TextTask`."""
         return {"weights": str(self.weights), "sample": hash_base(self.folder)}
+
+    def _list_texts(self) -> dict[str, Path]:
+        files = {"data": self.data, "validation": self.validation}
+        return {name: file for name, file in files.items() if isinstance(file, Path) and is_text(file)}
 
     def check_model(self, plan: Plan) -> None:
         """See :class:`TextTask`."""

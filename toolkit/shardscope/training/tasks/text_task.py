@@ -36,7 +36,7 @@ from shardscope.training.checkpoints.choice import (
     choose_for_rank,
     find_checkpoint,
 )
-from shardscope.training.data.plain_text import check_is_plain_text
+from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.examples.source_record import describe_file
 from shardscope.training.optimizers.schedule import (
@@ -362,7 +362,8 @@ class TextTask(ABC):
         plan, text = ctx.plan, self.plain_text
         assert text is not None
         # The shipped corpus with the shipped tokenizer is cached; read_tokens knows it by None.
-        tokens = read_tokens(None if text == SHIPPED_TEXT else text, self.encode())
+        field = self._field(next(iter(self._list_texts()), "text"))
+        tokens = read_tokens(None if text == SHIPPED_TEXT else text, self.encode(), field)
         return Windows(tokens=tokens, seq_len=plan.recipe.seq_len, **self.share_of_rank(ctx))
 
     def share_of_rank(self, ctx: TrainingContext) -> Share:
@@ -419,10 +420,20 @@ class TextTask(ABC):
         if plan.recipe.seq_len < 2:
             refuse("Recipe.seq_len", plan.recipe.seq_len, "at least 2: a token and the next", {"seq_len": 2})
 
+    def _list_texts(self) -> dict[str, Path]:
+        """Return the user's plain text files by field, that of the training data first."""
+        text = self.plain_text
+        return {} if text is None or text == SHIPPED_TEXT else {"text": text}
+
     def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
-        """Raise ``ValueError`` if a run ``name`` in ``folder`` could not load the checkpoint that
-        ``resume=True`` would choose now, if a tracker's package or nsys is missing, or if the disk has no
-        room for checkpoints and export."""
+        """Raise ``ValueError`` if a run could not begin, for reasons other than the plan.
+
+        A text cannot be read, the checkpoint that ``resume=True`` would choose now for a run ``name`` in
+        ``folder`` cannot be loaded, a tracker's package or nsys is missing, or the disk has no room for
+        checkpoints and export.
+        """
+        for field, path in self._list_texts().items():
+            check_can_be_read(self._field(field), path)
         self._check_trackers()
         check_disk_space(self, plan, folder)
         if self.profile == "nsys" and shutil.which("nsys") is None:

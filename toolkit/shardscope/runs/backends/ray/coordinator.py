@@ -247,7 +247,7 @@ class Coordinator:
             for reference, error in self._collect(starting).items():
                 node = starting.pop(reference)
                 if error is not None:
-                    self._give_up(node, f"its process was not started: {error}")
+                    self._give_up(node, f"its process was not started: {describe_error(error)}")
                     # The others are not started any more.
                     return False
             if self._is_stopped():
@@ -261,23 +261,26 @@ class Coordinator:
             self._touch()
         return True
 
-    def _collect(self, references: Mapping[ObjectRef[object], int]) -> dict[ObjectRef[object], str | None]:
+    def _collect(
+        self, references: Mapping[ObjectRef[object], int]
+    ) -> dict[ObjectRef[object], Exception | None]:
         """Wait a moment. Return the calls that have returned, with the error of those that raised one."""
         import ray
 
         done, _ = ray.wait(list(references), num_returns=len(references), timeout=POLL_SECONDS)
-        answers: dict[ObjectRef[object], str | None] = {}
+        answers: dict[ObjectRef[object], Exception | None] = {}
         for reference in done:
             try:
                 ray.get(reference)
                 answers[reference] = None
             except Exception as error:
-                answers[reference] = describe_error(error)
+                answers[reference] = error
         return answers
 
     def _watch_nodes(self) -> None:
         """Ask the nodes until the supervisor of each has ended, or is lost."""
         import ray
+        from ray.exceptions import ActorUnavailableError
 
         pending: dict[ObjectRef[Any], int] = {}
         deadline = float("inf")
@@ -289,8 +292,11 @@ class Coordinator:
             began = time.monotonic()
             for reference, error in self._collect(pending).items():
                 node = pending.pop(reference)
+                # It may come back. If not, it ends by itself (node.py), and Ray reports that.
+                if isinstance(error, ActorUnavailableError):
+                    continue
                 if error is not None:
-                    self._give_up(node, f"its Ray actor has ended: {error}")
+                    self._give_up(node, f"its Ray actor has ended: {describe_error(error)}")
                     continue
                 code, output = ray.get(reference)
                 if code is not None:

@@ -270,7 +270,7 @@ class StreamHub:
 
     def drain(self, node: int) -> None:
         """Take all that a node has written, after its processes have ended; then let it delete its copy."""
-        from ray.exceptions import RayActorError
+        from ray.exceptions import ActorUnavailableError, RayActorError
 
         if node not in self._nodes:
             return
@@ -279,10 +279,11 @@ class StreamHub:
         while not (is_gone or is_complete) and time.monotonic() < deadline:
             try:
                 is_complete = self._exchange(node) < 0
-            except RayActorError:  # The actor is gone: what it has sent before is here.
-                is_gone = True
-            except Exception:  # A busy node or a full disk, say: the next exchange takes the same bytes.
-                time.sleep(PAUSE_SECONDS)
+            except Exception as error:
+                # What an actor that is gone has sent before is here. After all else (a broken connection, a
+                # busy node, a full disk) the next exchange takes the same bytes.
+                is_gone = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
+                time.sleep(0.0 if is_gone else PAUSE_SECONDS)
         actor = self._nodes.pop(node)
         if not is_gone:
             actor.close.remote()
