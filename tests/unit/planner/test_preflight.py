@@ -245,6 +245,24 @@ def test_too_many_shards_are_reported() -> None:
     assert find_by_name(make_plan("llama-3.1-8b"), "sharded-too-finely") is None
 
 
+def test_shards_of_4_bit_weights_are_counted_as_they_are_stored() -> None:
+    """QLoRA all-gathers Linears in half a byte a weight, and the adapters in two."""
+    numbers = {}
+    for method in ("full", "lora", "qlora"):
+        plan = make_plan(
+            "llama-3.2-1b",
+            "64x8xh100-sxm-80gb",
+            seq_len=1024,
+            global_batch_size=512,
+            method=method,
+            precision="bf16",
+        )
+        numbers[method] = find_only(plan, "sharded-too-finely").number
+    adapters = numbers["lora"] - numbers["full"]
+    assert adapters > 0
+    assert numbers["qlora"] - adapters == pytest.approx(numbers["full"] / 4, rel=0.01)
+
+
 def test_more_ranks_than_experts_are_replicated() -> None:
     """Eight experts over 64 ranks: 56 have none, and all-gathers are padded to 64 experts."""
     crowded = make_plan("mixtral-8x7b", "64xh100-sxm-80gb", global_batch_size=64)
