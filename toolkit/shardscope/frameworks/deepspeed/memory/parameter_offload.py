@@ -256,6 +256,12 @@ def build_traced_model(
     return TracedModel(arch, adapters, dense_layers, moe_layers, embeddings, final_norm, head)
 
 
+@lru_cache(maxsize=64)
+def trace_modules(model: TracedModel, recompute_interval: int) -> ModuleTrace:
+    """Return the trace of one step of ``model``; shared, so its lists must not be changed."""
+    return ModuleTrace(model, recompute_interval)
+
+
 class ModuleTrace:
     """Hook events of one step over a model's modules, with numbered parameters.
 

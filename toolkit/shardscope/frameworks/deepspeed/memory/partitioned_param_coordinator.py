@@ -9,8 +9,10 @@ repeats ``PartitionedParameterCoordinator``, with its names
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.frameworks.deepspeed.memory.parameter_offload import trace_modules
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import (
     AsyncPartitionedParameterSwapper,
     NvmeOptions,
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
     from shardscope.frameworks.deepspeed.memory.parameter_offload import (
         ModuleCall,
         ModuleTrace,
+        TracedModel,
         TracedModule,
     )
+    from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure
 
 
 class Stage3Options(NamedTuple):
@@ -45,6 +49,34 @@ class Stage3Options(NamedTuple):
     """Whether a reduced partition is copied back from the host for its norm."""
     cast_width: int = 0
     """Size of an element of the reduction type in gradient elements; 0 if gradients are not cast."""
+
+
+@lru_cache(maxsize=1024)
+def find_first_failure(
+    model: TracedModel, ranks: int, recompute_interval: int, options: Stage3Options
+) -> SwapFailure | None:
+    """Return the first assertion that swapping parameters fails in one step; None if there is none.
+
+    ``simulate_step`` (zero_optimizer_stage3.py) without the sizes of what is in memory: fetches and releases
+    alone, up to the failure. It is asked for one number of buffers after another.
+    """
+    trace = trace_modules(model, recompute_interval)
+    coordinator = PartitionedParameterCoordinator(trace, ranks, options)
+    swapper = coordinator.swapper
+    if swapper is None:
+        return None
+    for events in (*trace.forward, *trace.backward):
+        for kind, module in events:
+            if kind == "release":
+                coordinator.release_sub_module(module)
+            elif kind != "gradients":
+                coordinator.fetch_sub_module(module, saves_views=False, in_recomputation=kind == "recompute")
+                if swapper.failure is not None:
+                    return swapper.failure
+            elif module.call.is_leaf:
+                # A leaf is released by the hook of its last gradient.
+                coordinator.release_sub_module(module)
+    return None
 
 
 class PartitionedParameterCoordinator:
@@ -76,6 +108,7 @@ class PartitionedParameterCoordinator:
         """Maximum of ``live`` since a caller last reset it to ``live``."""
         self.inflight_params: dict[int, list[int]] = {}
         """Parameters with a pending all-gather, and all parameters of that coalesced all-gather."""
+        self.inflight_elements = 0
         # What outlives its release: parameters of a recomputation, and views that autograd has saved.
         self.recompute_params: set[int] = set()
         """Frozen parameters that a recomputation has fetched: they are released only after the backward of
@@ -194,18 +227,17 @@ class PartitionedParameterCoordinator:
         """Swap in upcoming partitions from NVMe, up to twice the elements of pending all-gathers."""
         if self.swapper is None or not self.swapper.on_nvme:
             return
-        elements_in_flight = sum(self.sizes[index] for index in self.inflight_params)
-        considered = 0
+        on_nvme, num_buffers = self.swapper.on_nvme, self.swapper.available_swap_in_buffers
+        # DeepSpeed's own factor: reads stay ahead of all-gathers by as much as these take
+        # (__prefetch_nvme_param_partitions).
+        to_consider = 2 * self.inflight_elements
         swap_in_params: list[int] = []
         for _, index in self.param_queue:
-            is_full = len(swap_in_params) >= self.swapper.available_swap_in_buffers
-            # DeepSpeed's own factor: reads stay ahead of all-gathers by as much as these take
-            # (__prefetch_nvme_param_partitions).
-            if considered > 2 * elements_in_flight or is_full:
+            if to_consider < 0 or len(swap_in_params) >= num_buffers:
                 break
-            if self._is_on_nvme(index):
+            if index in on_nvme:
                 swap_in_params.append(index)
-            considered += self.sizes[index]
+            to_consider -= self.sizes[index]
         self.swapper.swap_in(swap_in_params)
 
     def _all_gather_params(self, params: list[int]) -> None:
@@ -214,6 +246,7 @@ class PartitionedParameterCoordinator:
             self.swapper.swap_in(params)
         for index in params:
             self.inflight_params[index] = params
+            self.inflight_elements += self.sizes[index]
             self.num_available_params += self.sizes[index]
             self.live += self.gathered_sizes[index]
         self.peak = max(self.peak, self.live)
@@ -225,6 +258,7 @@ class PartitionedParameterCoordinator:
         used.
         """
         params = self.inflight_params.pop(index)
+        self.inflight_elements -= self.sizes[index]
         is_coalesced = len(params) > 1 and self.ranks > 1
         elements = sum(self.gathered_sizes[member] for member in params) if is_coalesced else 0
         if index not in self.available:

@@ -32,7 +32,10 @@ from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     shards_tied_head,
     sum_partitions,
 )
-from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import Stage3Options
+from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import (
+    Stage3Options,
+    find_first_failure,
+)
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure, get_nvme_options
 from shardscope.frameworks.deepspeed.memory.peaks import BackwardPart, PhaseElements
 from shardscope.frameworks.deepspeed.memory.pipeline import add_pipeline_buffers
@@ -287,7 +290,7 @@ def find_swap_failure(
     settings = _get_settings(arch, recipe, layout, True)
     moe_layers = arch.num_moe_layers
     model = build_traced_model(arch, settings.adapters, arch.num_hidden_layers - moe_layers, moe_layers)
-    return simulate_step(model, ranks, settings.recompute_interval, settings.options).failure
+    return find_first_failure(model, ranks, settings.recompute_interval, settings.options)
 
 
 def count_expert_replicas(ranks: int, ep: int) -> int:

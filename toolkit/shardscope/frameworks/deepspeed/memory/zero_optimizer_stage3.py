@@ -14,7 +14,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import get_layout, get_reduction_width
-from shardscope.frameworks.deepspeed.memory.parameter_offload import ModuleTrace, TracedModel
+from shardscope.frameworks.deepspeed.memory.parameter_offload import trace_modules
 from shardscope.frameworks.deepspeed.memory.partition_parameters import FP64, count_secondary_partitions
 from shardscope.frameworks.deepspeed.memory.partitioned_optimizer_swapper import (
     NORM_ELEMENTS,
@@ -37,7 +37,12 @@ from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.deepspeed.memory.parameter_offload import HookEvent, TracedModule
+    from shardscope.frameworks.deepspeed.memory.parameter_offload import (
+        HookEvent,
+        ModuleTrace,
+        TracedModel,
+        TracedModule,
+    )
     from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure
     from shardscope.frameworks.deepspeed.memory.training_state import RankCounts
     from shardscope.memory.state.stages import Stage
@@ -173,7 +178,7 @@ def simulate_step(
     Every ``recompute_interval``-th layer, starting with the first, is recomputed in backward; 0 recomputes
     none.
     """
-    return _StepSimulation(ModuleTrace(model, recompute_interval), ranks, options).run()
+    return _StepSimulation(trace_modules(model, recompute_interval), ranks, options).run()
 
 
 class _StepSimulation:
