@@ -571,6 +571,17 @@ def test_a_shortage_that_no_single_change_ends_names_the_method_that_combines_ch
     assert finding.plan is None and callable(getattr(ss.Plan, method))
 
 
+def test_a_single_change_that_is_slow_is_named_and_several_are_searched() -> None:
+    """Activations on the host fit, at over twice the time; a search has a plan that is faster."""
+    plan = make_plan("llama-3.1-70b", "2x8xh100-sxm-80gb", ss.Layout.zero(), global_batch_size=64)
+    (slow,) = [repair for repair in plan.repairs() if repair.plan.recipe.method == "full"][:1]
+    finding = find_only(plan, "out-of-gpu-memory")
+    assert finding.plan is None and slow.change in finding.change and "% slower" in finding.change
+    fixed = finding.run_search().plan
+    assert fixed is not None and fits(fixed, fixed.memory())
+    assert fixed.step().seconds < 0.8 * slow.plan.step().seconds
+
+
 @thorough()
 def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     plan = make_plan("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full")

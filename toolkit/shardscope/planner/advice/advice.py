@@ -269,10 +269,7 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Seque
         sentences.append(f"No time is predicted: {descriptions.explain_missing_time(plan)}")
     # Last what may prevent the run: number formats, memory of unknown size, and what this installation
     # launches.
-    if lacks_bf16(plan):
-        sentences.append(
-            f"{plan.cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'."
-        )
+    sentences += _explain_lack_of_bf16(path)
     if descriptions.describe_unknown_memory(best):
         sentences.append(descriptions.describe_unknown_memory(best))
     try:
@@ -298,7 +295,18 @@ def _describe_speed(best: EvaluatedPlan, alternatives: Sequence[Alternative]) ->
     return sentence
 
 
+def _explain_lack_of_bf16(path: QuestionPath) -> list[str]:
+    cluster = path.evaluator.cluster
+    if not lacks_bf16(path.evaluator.recipe, cluster):
+        return []
+    return [f"{cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'."]
+
+
 def _explain_misfit(path: QuestionPath) -> str:
+    return " ".join([_describe_nearest_miss(path), *_explain_lack_of_bf16(path)])
+
+
+def _describe_nearest_miss(path: QuestionPath) -> str:
     evaluator = path.evaluator
     # Without a nearest miss no layout was valid at all, so the first refusal is the reason.
     near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]

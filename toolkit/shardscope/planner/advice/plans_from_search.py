@@ -178,15 +178,22 @@ def describe_gain(name: str, evaluated: EvaluatedPlan, advised: EvaluatedPlan) -
         else "as much memory"
     )
     seconds, peak_bytes = evaluated.seconds or 0.0, evaluated.report.peak_bytes
-    return f"{name}: {gain}, {memory} ({format_seconds(seconds)} per step, {format_gib(peak_bytes)} GiB)."
+    tight = ", which is tight" if evaluated.report.is_tight and not advised.report.is_tight else ""
+    return (
+        f"{name}: {gain}, {memory} ({format_seconds(seconds)} per step, {format_gib(peak_bytes)} GiB{tight})."
+    )
 
 
 def _find_faster(
     evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
 ) -> EvaluatedPlan | None:
-    rows = _list_rows_with_room(ranking, advised)
     # Only a gain beyond the prediction error is worth the user's attention.
+    rows = _list_rows_with_room(ranking, advised)
     rows = rows[ranking.step_seconds[rows] * PAYS < (advised.seconds or 0.0)]
+    if not len(rows):
+        # A tight plan has to gain more than recomputation could cost.
+        rows = np.flatnonzero(ranking.is_feasible & ranking.is_room_known)
+        rows = rows[ranking.step_seconds[rows] * SAFE < (advised.seconds or 0.0)]
     if not len(rows):
         return None
     launched = _find_first_launched(evaluator, ranking, rows)
