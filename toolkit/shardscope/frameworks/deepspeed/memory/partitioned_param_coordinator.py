@@ -106,6 +106,8 @@ class PartitionedParameterCoordinator:
         """Elements all-gathered now, with flat buffers and pending fetches; and those never released."""
         self.peak = self.live
         """Maximum of ``live`` since a caller last reset it to ``live``."""
+        self.all_gathered = 0
+        """Elements of all all-gathers so far."""
         self.inflight_params: dict[int, list[int]] = {}
         """Parameters with a pending all-gather, and all parameters of that coalesced all-gather."""
         self.inflight_elements = 0
@@ -249,6 +251,7 @@ class PartitionedParameterCoordinator:
             self.inflight_elements += self.sizes[index]
             self.num_available_params += self.sizes[index]
             self.live += self.gathered_sizes[index]
+            self.all_gathered += self.gathered_sizes[index]
         self.peak = max(self.peak, self.live)
 
     def _wait_for_param(self, index: int) -> None:

@@ -211,6 +211,8 @@ class ElementCounts(NamedTuple):
     """Elements that stage 3 has all-gathered at the end of forward."""
     gathered_in_forward: tuple[tuple[int, int], ...]
     """(layers passed, elements that stage 3 has all-gathered) at points of forward."""
+    all_gathered: tuple[int, int]
+    """Elements of the all-gathers that a forward and a backward of stage 3 start."""
     head: LayerPhases
     """Backward of the head and the final norm."""
     layers: tuple[LayerPhases, ...]
@@ -363,6 +365,7 @@ def _count_elements(
     frozen = tensors.frozen.total
     flat_buffers = largest_slice = largest_expert_slice = persistent = after_forward = 0
     in_forward: tuple[tuple[int, int], ...] = ((0, 0),)
+    all_gathered = (0, 0)
     if settings.stage == 3:
         # Every tensor is partitioned by itself, and sub-groups of them are updated together.
         partition = own_gradients = sum_partitions(tensors.trained, ranks)
@@ -373,6 +376,7 @@ def _count_elements(
         model = build_traced_model(arch, adapters, dense_layers, moe_layers)
         step = simulate_step(model, ranks, settings.recompute_interval, settings.options)
         persistent, after_forward, in_forward = step.persistent, step.after_forward, step.in_forward
+        all_gathered = step.all_gathered
         parts = step.backward
     else:
         # Flat buffers are partitioned; experts that expert parallelism shards have one of their own.
@@ -406,6 +410,7 @@ def _count_elements(
         persistent=persistent,
         after_forward=after_forward,
         gathered_in_forward=_choose_in_forward(in_forward),
+        all_gathered=all_gathered,
         head=_get_layer_phases(head, layers[0].first_gradient),
         layers=tuple(_get_layer_phases(layers[index], next_layers[index]) for index in chosen),
         layers_before_largest=largest_layer,

@@ -165,6 +165,8 @@ class Stage3Step(NamedTuple):
     """Parts of backward; the last one is the final reduction."""
     in_forward: tuple[tuple[int, int], ...]
     """(layers passed, maximum elements) in forward; entries below a later maximum are left out."""
+    all_gathered: tuple[int, int]
+    """Elements of the all-gathers that forward and backward start."""
     failure: SwapFailure | None = None
     """Assertion that DeepSpeed fails in this step; None if there is none."""
 
@@ -210,7 +212,7 @@ class _StepSimulation:
             before, behind = self._run_forward_part(events, number)
             in_forward.append((max(0, min(number - 1, num_layers)), max(before, behind)))
             in_forward.append((min(number, num_layers), behind))
-        after_forward = self.coordinator.live
+        after_forward, in_forward_gathers = self.coordinator.live, self.coordinator.all_gathered
         # Backward. Gradients stay in the bucket from one part to the next.
         parts = [self._run_backward_part(events, number) for number, events in enumerate(self.trace.backward)]
         # The final reduction starts in the hook of the last gradient.
@@ -223,6 +225,7 @@ class _StepSimulation:
             after_forward,
             (*parts, BackwardPart(reduction, reduction)),
             _drop_below_later(in_forward),
+            (in_forward_gathers, self.coordinator.all_gathered - in_forward_gathers),
             swapper.failure if swapper is not None else None,
         )
 
