@@ -501,6 +501,24 @@ def test_more_host_memory_never_makes_advice_disappear(arch: ss.Architecture, cl
 # ------------------------------------------------------------------------------------------- as it reads
 
 
+def test_advice_reports_progress_and_can_be_cancelled() -> None:
+    arguments = ss.models["gpt2"], ss.Cluster.parse(f"2x{H100}"), ss.Recipe(seq_len=1024, global_batch_size=4)
+    calls: list[tuple[str, float]] = []
+    advice = recommend(*arguments, progress=lambda message, fraction: calls.append((message, fraction)))
+    assert advice.plan == recommend(*arguments).plan
+    assert len(calls) > len(advice.path) and all(0 <= fraction <= 1 for _, fraction in calls)
+
+    class CancelledError(Exception):
+        pass
+
+    def cancel(message: str, fraction: float) -> None:
+        if "plans" in message:  # The search over all layouts, which takes longest.
+            raise CancelledError
+
+    with pytest.raises(CancelledError):
+        recommend(*arguments, progress=cancel)
+
+
 def test_advice_as_text_and_as_html() -> None:
     advice = recommend_plan("llama-3.1-8b", f"8x{H100}")
     text, html = str(advice), advice._repr_html_()

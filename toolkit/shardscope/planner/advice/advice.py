@@ -29,6 +29,7 @@ from shardscope.planner.advice.plan_evaluator import PAYS, EvaluatedPlan, PlanEv
 from shardscope.planner.advice.plans_from_search import MAX_ALTERNATIVES
 from shardscope.planner.advice.question_path import Draft, QuestionPath
 from shardscope.planner.differences import does_the_same
+from shardscope.planner.search.search import Progress
 
 TOKENS_PER_PARAMETER = 20
 """Compute-optimal number of training tokens per parameter (Hoffmann et al. 2022, arXiv:2203.15556)."""
@@ -104,6 +105,7 @@ def recommend(
     familiar_with: Iterable[str] = (),
     *,
     current: Plan | None = None,
+    progress: Progress | None = None,
 ) -> Advice:
     """Recommend a plan to start with for this model on these GPUs, with reasons.
 
@@ -126,6 +128,9 @@ def recommend(
     that the user has on screen; if it fits with room and is as fast within the usual prediction error (10 %),
     the advice is to keep it. A ``current`` for another model, cluster or task is ignored.
 
+    ``progress(message, fraction)`` is called before each question, and repeatedly by the search over all
+    layouts; it may end the advice by raising, with any error but a ``ValueError``.
+
     Raises ``ValueError`` for arguments of a wrong type, and for unknown names in ``familiar_with``. If no
     plan of a search fits either, there is no error: :attr:`Advice.plan` is None, and
     :attr:`Advice.alternatives` has the nearest misses with the missing memory.
@@ -141,8 +146,10 @@ def recommend(
         check_type("current", current, Plan)
     # 2. Ask the questions in order. Each one may replace path.current, the plan that they lead to.
     evaluator = PlanEvaluator(architecture, cluster, recipe)
-    path = QuestionPath(evaluator, _check_names(familiar_with), _try_current(evaluator, current))
-    for ask in _list_questions(cluster):
+    path = QuestionPath(evaluator, _check_names(familiar_with), _try_current(evaluator, current), progress)
+    questions = _list_questions(cluster)
+    for number, ask in enumerate(questions):
+        path.progress(f"Question {number + 1} of {len(questions)}", number / len(questions))
         ask(path)
     # 3. Write the turns. Only now is it known which of them lead to the final plan.
     best = path.current

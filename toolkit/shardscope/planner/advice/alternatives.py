@@ -163,7 +163,7 @@ def _search_in_fp16(path: QuestionPath) -> list[tuple[Plan, str]]:
     if not lacks_bf16(path.evaluator.recipe, path.evaluator.cluster):
         return []
     evaluator = _replace_recipe(path.evaluator, precision="fp16-mixed")
-    ranking = search_all_layouts(evaluator)
+    ranking = search_all_layouts(evaluator, path.progress)
     plans = None if ranking is None else find_simplest(evaluator, ranking, path.familiar)
     return [] if plans is None else _describe_if_any(plans[1], evaluator, IN_FP16)
 

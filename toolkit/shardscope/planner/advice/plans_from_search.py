@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from shardscope.core.plan import Plan
     from shardscope.planner.search.ranking import Ranking
+    from shardscope.planner.search.search import Progress
 
 MAX_ALTERNATIVES = 2
 NEAR = 1.05
@@ -46,13 +47,14 @@ MAX_CHECKED = 400
 """Number of the search's fastest plans that are checked for whether they can be launched here."""
 
 
-def search_all_layouts(evaluator: PlanEvaluator) -> Ranking | None:
+def search_all_layouts(evaluator: PlanEvaluator, progress: Progress) -> Ranking | None:
     """Return the search's ranking for the same question; None if a required figure is not known.
 
     If none of its plans fits, return the ranking with the chunked loss, which has the same loss curve.
+    ``progress`` is the search's.
     """
     try:
-        ranking = search(evaluator.architecture, evaluator.cluster, evaluator.recipe)
+        ranking = search(evaluator.architecture, evaluator.cluster, evaluator.recipe, progress=progress)
     except ValueError:
         return None
     # Ranking.alternative may also have another global batch, which is another training: that one is no answer
