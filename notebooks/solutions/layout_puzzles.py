@@ -6,7 +6,7 @@ SOLUTIONS = {
     "8b-on-one-node": (ss.Layout.zero(stage=3), {"micro_batch_size": 1}),
     "8b-on-gaming-gpus": (ss.Layout.megatron(tp=4, pp=2, vpp=2), {}),
     "7b-on-half-a-gpu": (ss.Layout.ddp(), {"method": "qlora", "recompute": "full"}),
-    "70b-on-two-nodes": (ss.Layout.fsdp2(tp=2, offload="cpu"), {"recompute": "selective"}),
+    "70b-on-two-nodes": (ss.Layout.fsdp2(offload="cpu"), {"micro_batch_size": 2}),
     "70b-without-nvlink": (ss.Layout.fsdp2(offload="cpu"), {"micro_batch_size": 4}),
     "long-context": (ss.Layout.megatron(cp=8), {}),
     "mixture-of-experts": (ss.Layout.megatron(pp=2, vpp=4, cp=2, ep=8), {}),

@@ -201,6 +201,19 @@ def test_fp16_is_advised_on_gpus_without_bf16() -> None:
     assert not any(plan.recipe.precision == "fp16-mixed" for plan, _ in there.alternatives)
 
 
+def test_a_batch_that_does_not_divide_is_advised_in_a_format_that_the_gpus_have() -> None:
+    """Without bf16 there is no search of all layouts; it takes one in fp16 to find that a pipeline fits."""
+    advice = recommend_plan("phi-2", "5xv100-sxm-32gb", seq_len=2048, global_batch_size=7)
+    assert advice.plan is None and "fp16-mixed" in advice.why
+    assert {plan.recipe.precision for plan, _ in advice.alternatives} == {"fp16-mixed"}
+    assert [plan.recipe.global_batch_size for plan, _ in advice.alternatives] == [7, 5]
+    assert all(plan.step().seconds > 0 and fits(plan, plan.memory()) for plan, _ in advice.alternatives)
+    # A plan that fits, for a batch that some layouts divide.
+    other = recommend_plan("llama-3.1-8b", "8xv100-sxm-32gb", seq_len=2048, global_batch_size=13)
+    assert [plan.recipe.global_batch_size for plan, _ in other.alternatives] == [13, 16]
+    assert {plan.recipe.precision for plan, _ in other.alternatives} == {"fp16-mixed"}
+
+
 @pytest.mark.parametrize(
     ("model", "cluster", "tokens", "recompute"),
     [
@@ -486,6 +499,24 @@ def test_more_host_memory_never_makes_advice_disappear(arch: ss.Architecture, cl
 
 
 # ------------------------------------------------------------------------------------------- as it reads
+
+
+def test_advice_reports_progress_and_can_be_cancelled() -> None:
+    arguments = ss.models["gpt2"], ss.Cluster.parse(f"2x{H100}"), ss.Recipe(seq_len=1024, global_batch_size=4)
+    calls: list[tuple[str, float]] = []
+    advice = recommend(*arguments, progress=lambda message, fraction: calls.append((message, fraction)))
+    assert advice.plan == recommend(*arguments).plan
+    assert len(calls) > len(advice.path) and all(0 <= fraction <= 1 for _, fraction in calls)
+
+    class CancelledError(Exception):
+        pass
+
+    def cancel(message: str, fraction: float) -> None:
+        if "plans" in message:  # The search over all layouts, which takes longest.
+            raise CancelledError
+
+    with pytest.raises(CancelledError):
+        recommend(*arguments, progress=cancel)
 
 
 def test_advice_as_text_and_as_html() -> None:

@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.advice.advice import Advice, recommend
-from shardscope.planner.advice.plan_evaluator import PAYS
+from shardscope.planner.advice.plan_evaluator import PAYS, SAFE, has_offload
 from shardscope.planner.advice.simplicity import compute_simplicity
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.repairs.savings import find_savings
@@ -136,6 +136,16 @@ def test_a_much_faster_plan_is_an_alternative_with_its_cost() -> None:
     assert PAYS * plan.step().seconds < advice.plan.step().seconds
     assert "faster" in words and "GiB more" in words
     assert plan.layout.title in words
+
+
+def test_a_much_faster_plan_on_these_gpus_comes_before_more_nodes() -> None:
+    """It is tight, so it has to be a third faster than the plan with offload."""
+    advice = recommend(ss.models["llama-3.1-70b"], ss.Cluster.parse(f"2x8x{H100}"), ss.Recipe())
+    assert advice.plan is not None and has_offload(advice.plan.layout)
+    (plan, words), (other, _) = advice.alternatives
+    assert plan.cluster == advice.plan.cluster and other.cluster.num_nodes > 2
+    assert SAFE * plan.step().seconds < advice.plan.step().seconds
+    assert plan.memory().is_tight and "tight" in words
 
 
 @thorough()

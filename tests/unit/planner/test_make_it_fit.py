@@ -12,6 +12,7 @@ from tests.requirements import examples, thorough
 
 import shardscope as ss
 from shardscope.frameworks.registry import is_trained
+from shardscope.planner.advice.plan_evaluator import SAFE
 from shardscope.planner.differences import find_differences
 from shardscope.planner.repairs.first_layout import choose_first_layout
 from shardscope.planner.repairs.make_it_fit import NEAR, make_it_fit
@@ -23,6 +24,15 @@ H100 = "h100-sxm-80gb"
 
 def make_plan(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
     return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
+
+
+def test_a_tight_plan_has_to_be_much_faster() -> None:
+    """On 16 GPUs the optimizer fits with nothing to spare, which saves its updates on the host."""
+    tight = make_it_fit(make_plan("llama-3.1-70b", f"2x8x{H100}", ss.Layout.zero(), recompute="full"))
+    assert tight is not None and assess_plan(tight.plan).state == "tight"
+    roomy = replace(tight.plan, layout=replace(tight.plan.layout, offload_optimizer="cpu"))  # type: ignore[call-arg]
+    assert assess_plan(roomy).state == "fits"
+    assert tight.plan.step().seconds * SAFE < roomy.step().seconds
 
 
 @thorough()

@@ -245,6 +245,24 @@ def test_too_many_shards_are_reported() -> None:
     assert find_by_name(make_plan("llama-3.1-8b"), "sharded-too-finely") is None
 
 
+def test_shards_of_4_bit_weights_are_counted_as_they_are_stored() -> None:
+    """QLoRA all-gathers Linears in half a byte a weight, and the adapters in two."""
+    numbers = {}
+    for method in ("full", "lora", "qlora"):
+        plan = make_plan(
+            "llama-3.2-1b",
+            "64x8xh100-sxm-80gb",
+            seq_len=1024,
+            global_batch_size=512,
+            method=method,
+            precision="bf16",
+        )
+        numbers[method] = find_only(plan, "sharded-too-finely").number
+    adapters = numbers["lora"] - numbers["full"]
+    assert adapters > 0
+    assert numbers["qlora"] - adapters == pytest.approx(numbers["full"] / 4, rel=0.01)
+
+
 def test_more_ranks_than_experts_are_replicated() -> None:
     """Eight experts over 64 ranks: 56 have none, and all-gathers are padded to 64 experts."""
     crowded = make_plan("mixtral-8x7b", "64xh100-sxm-80gb", global_batch_size=64)
@@ -553,6 +571,17 @@ def test_a_shortage_that_no_single_change_ends_names_the_method_that_combines_ch
     assert finding.plan is None and callable(getattr(ss.Plan, method))
 
 
+def test_a_single_change_that_is_slow_is_named_and_several_are_searched() -> None:
+    """Activations on the host fit, at over twice the time; a search has a plan that is faster."""
+    plan = make_plan("llama-3.1-70b", "2x8xh100-sxm-80gb", ss.Layout.zero(), global_batch_size=64)
+    (slow,) = [repair for repair in plan.repairs() if repair.plan.recipe.method == "full"][:1]
+    finding = find_only(plan, "out-of-gpu-memory")
+    assert finding.plan is None and slow.change in finding.change and "% slower" in finding.change
+    fixed = finding.run_search().plan
+    assert fixed is not None and fits(fixed, fixed.memory())
+    assert fixed.step().seconds < 0.8 * slow.plan.step().seconds
+
+
 @thorough()
 def test_a_shortage_of_gpu_memory_has_the_cheapest_repair() -> None:
     plan = make_plan("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full")
@@ -601,7 +630,8 @@ def test_checkpoint_formats_tied_to_the_number_of_ranks(layout: ss.Layout, ranks
 
 def test_the_fix_of_a_tied_checkpoint_keeps_offload() -> None:
     layout = ss.Layout.zero(offload_optimizer="cpu", offload_params="cpu")
-    plan = make_plan("llama-3.1-70b", layout=layout, recompute="full")
+    # Without gradient accumulation, which FSDP2 does on the host.
+    plan = make_plan("llama-3.1-70b", layout=layout, recompute="full", global_batch_size=8)
     assert fits(plan, plan.memory())
     finding = find_only(plan, "checkpoint-tied-to-ranks")
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())

@@ -74,7 +74,7 @@ def test_a_repair_unpacks_into_its_four_fields() -> None:
         ),
         (make_plan("llama-3.1-8b", layout=ss.Layout.zero(stage=0), recompute="full"), "stage"),
         (make_plan("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full"), "framework"),
-        (make_plan("llama-3.1-8b", "h100-sxm-80gb", recompute="full"), "offload"),
+        (make_plan("llama-3.1-8b", "h100-sxm-80gb", recompute="full", micro_batch_size=4), "offload"),
         (make_plan("llama-3.1-8b", "h100-sxm-80gb", recompute="full"), "method"),
         (make_plan("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=2)), "pp"),
         (make_plan("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=2)), "tp"),

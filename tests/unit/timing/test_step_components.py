@@ -192,6 +192,27 @@ def test_cpu_offload_includes_the_optimizer_step_on_the_host() -> None:
     assert report.parts["optimizer"] == 0
 
 
+def test_gradients_that_are_added_up_on_the_host_block_backward() -> None:
+    """``foreach_reduce`` copies without blocking only where the host has no gradient yet (torch 2.13)."""
+    layout = ss.Layout.fsdp2(offload="cpu")
+    once = predict_step(layout=layout, global_batch_size=8)
+    twice = predict_step(layout=layout, global_batch_size=16)
+    arch, rates = ss.models["llama-3.1-8b"], look_up_rates(NODE)
+    copied = 4 * arch.num_parameters / 8 / rates.host.bytes_per_second
+    added = 3 / 7 * arch.num_parameters / rates.host_updates_per_second
+    assert twice.parts["offload"] - once.parts["offload"] == pytest.approx(copied + added, rel=0.01)
+    # Its reduce-scatter is waited for, too; without offload both are overlapped.
+    reductions = [one for one in twice.communication if one.collective == "reduce_scatter"]
+    assert [one.hidden_seconds > 0 for one in reductions] == [True, False]
+    assert reductions[0].seconds == pytest.approx(reductions[1].seconds)
+    # HSDP adds them up on the GPU, and a pipeline reduces once a step.
+    hybrid = [
+        predict_step(layout=replace(layout, replicate=2), global_batch_size=batch).parts["offload"]
+        for batch in (8, 16)
+    ]
+    assert hybrid[0] == pytest.approx(hybrid[1], rel=0.01)
+
+
 def test_a_family_without_formulas_has_no_step_time() -> None:
     plan = ss.Plan(ss.models["falcon-rw-1b"], NODE, ss.Recipe(seq_len=1024), ss.Layout.fsdp2())
     with pytest.raises(ValueError, match="alibi"):

@@ -226,7 +226,8 @@ _PUZZLES = (
         min_tokens=400,
         hints=(
             "16 bytes x 70.6 billion / 16 GPUs are 70.6 GB: what may leave the GPU?",
-            'The optimizer\'s state can be in host memory: offload="cpu".',
+            'The optimizer\'s state can be in host memory: offload="cpu". Gradients are then added up there, '
+            "and backward waits: take larger micro-batches.",
         ),
     ),
     Puzzle(

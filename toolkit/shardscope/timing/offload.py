@@ -46,7 +46,8 @@ def compute_host_seconds(
     going_forward = traffic.fetched_forward / link
     going_backward = maximum(traffic.fetched_backward, traffic.returned_backward) / link
     hidden = minimum(going_forward, forward) + minimum(going_backward, backward)
-    exposed = going_forward + going_backward - hidden + traffic.returned_after / link
+    waiting = (traffic.returned_waiting + traffic.returned_after) / link
+    exposed = going_forward + going_backward - hidden + waiting
     # 2. The CPU optimizer, which starts when all gradients are on the host.
     per_node = plan.cluster.gpus_per_node
     exposed = exposed + traffic.updated_on_host * per_node / rates.host_updates_per_second

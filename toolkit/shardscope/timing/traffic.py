@@ -60,6 +60,8 @@ class StateTraffic(NamedTuple):
     """The same in all backwards."""
     returned_backward: float = NOTHING
     """Bytes of gradients offloaded to the host in all backwards."""
+    returned_waiting: float = NOTHING
+    """Bytes of gradients offloaded in backwards that wait for them, not overlapped."""
     returned_after: float = NOTHING
     """Bytes of updated weights copied back after the optimizer step, not overlapped."""
     nvme_overlapped: float = NOTHING
@@ -78,7 +80,7 @@ class StateTraffic(NamedTuple):
         """Return whether no field for host memory, NVMe or the CPU optimizer is set."""
         return (
             self.fetched_forward is self.fetched_backward is NOTHING
-            and self.returned_backward is self.returned_after is NOTHING
+            and self.returned_backward is self.returned_waiting is self.returned_after is NOTHING
             and self.nvme_overlapped is self.nvme_after is NOTHING
             and self.updated_on_host is NOTHING
         )

@@ -22,6 +22,7 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     ReductionOptions,
     count_flattened_copy,
 )
+from shardscope.frameworks.registry import frameworks
 from shardscope.prediction.batch.memory import compute_peaks
 from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
@@ -124,6 +125,35 @@ def read_plan(folder: Path, value: Any, section: str | None) -> ss.Plan:
         values[section] = {"enabled": True}
     (folder / "zero.json").write_text(json.dumps(values))
     return ss.Plan.from_deepspeed(folder / "zero.json", architecture=LLAMA, cluster=NODE)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kept"),
+    [
+        # All of the model is used again within stage3_max_reuse_distance, a billion elements.
+        ("qwen2.5-0.5b", {}, 1.0),
+        ("llama-3.1-8b", {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}, 0.0),
+        # Of 8 billion, the head and the last layers: half a billion back and forth.
+        ("llama-3.1-8b", {}, 1 / 8),
+    ],
+)
+def test_backward_all_gathers_what_forward_did_not_keep(
+    name: str, options: dict[str, Any], kept: float
+) -> None:
+    arch = ss.models[name]
+    for micro_batches in (1, 4):
+        recipe = {"global_batch_size": 8 * micro_batches}
+        report = plan(3, arch, recipe, **options).step()
+        forward, backward = (call.num_bytes for call in report.communication if call.part == "gathers")
+        every = 2 * arch.num_parameters * micro_batches
+        # Persistent vectors are never released; a prefetch for backward may start in forward.
+        assert forward == pytest.approx(every, rel=0.02)
+        assert 1 - backward / forward == pytest.approx(kept, abs=0.03)
+    offloaded = plan(3, arch, {"global_batch_size": 8}, offload_params="cpu", **options)
+    state = frameworks["deepspeed"].memory_model()
+    stage = state.count_weights(offloaded, state.find_shapes(offloaded).kinds[0])
+    traffic = frameworks["deepspeed"].timing_model().state_traffic(offloaded, stage)
+    assert 1 - traffic.fetched_backward / traffic.fetched_forward == pytest.approx(kept, abs=0.03)
 
 
 def test_default_reduce_type_and_suggested_fp32_fix() -> None:

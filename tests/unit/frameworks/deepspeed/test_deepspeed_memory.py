@@ -25,16 +25,21 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     ReductionOptions,
     count_flattened_copy,
 )
-from shardscope.frameworks.deepspeed.memory.parameter_offload import TracedModel
+from shardscope.frameworks.deepspeed.memory.parameter_offload import TracedModel, build_traced_model
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     Many,
     RankTensors,
     create_sub_groups,
     find_largest_sub_group,
+    get_adapters,
     list_stage_tensors,
     sum_partitions,
 )
-from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import Stage3Options
+from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import (
+    Stage3Options,
+    find_first_failure,
+)
+from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import NvmeOptions
 from shardscope.frameworks.deepspeed.memory.training_state import find_swap_failure
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import simulate_step
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import (
@@ -439,6 +444,52 @@ def test_defaults_of_nvme_swapping_are_chosen_so_that_it_runs(name: str) -> None
     assert config["stage3_prefetch_bucket_size"] == settled.stage3_prefetch_bucket_size
     if name == "llama-3.1-8b":
         assert (settled.offload_params_buffer_count, settled.stage3_prefetch_bucket_size) == (5, 50_000_000)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    name=st.sampled_from(["llama-3.1-8b", "mixtral-8x7b", "deepseek-v2-lite", "gpt2-xl"]),
+    method=st.sampled_from(["full", "lora"]),
+    recompute_interval=st.integers(0, 2),
+    prefetch_bucket_size=st.sampled_from([0, 10**6, 5 * 10**7, 10**9]),
+    max_live_parameters=st.sampled_from([10**8, 10**12]),
+    max_reuse_distance=st.sampled_from([0, 10**8, 10**12]),
+    num_buffers=st.integers(1, 60),
+    ranks=st.sampled_from([1, 2, 8]),
+)
+def test_swaps_alone_fail_as_they_do_in_the_whole_step(
+    name: str,
+    method: str,
+    recompute_interval: int,
+    prefetch_bucket_size: int,
+    max_live_parameters: int,
+    max_reuse_distance: int,
+    num_buffers: int,
+    ranks: int,
+) -> None:
+    """The question for one number of buffers stops at the first failure, and counts no memory."""
+    arch = replace(ss.models[name], num_hidden_layers=4)
+    adapters = get_adapters(ss.Recipe(method=method))  # type: ignore[arg-type]
+    moe_layers = arch.num_moe_layers
+    model = build_traced_model(arch, adapters, 4 - moe_layers, moe_layers)
+    options = Stage3Options(
+        param_persistence_threshold=10**5,
+        prefetch_bucket_size=prefetch_bucket_size,
+        max_live_parameters=max_live_parameters,
+        max_reuse_distance=max_reuse_distance,
+        reduce_bucket_size=5 * 10**8,
+        offloads_partitions=True,
+        nvme=NvmeOptions(
+            swaps_params=True,
+            swaps_optimizer=True,
+            half=2,
+            sub_group_size=10**9,
+            max_in_cpu=0,
+            num_buffers=num_buffers,
+        ),
+    )
+    failure = find_first_failure(model, ranks, recompute_interval, options)
+    assert failure == simulate_step(model, ranks, recompute_interval, options).failure
 
 
 def test_experts_are_partitioned_over_their_replicas_only() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.ops import ceil_div, maximum, where
 from shardscope.core.precision import FP32, num_moments, widths
 from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout, get_reduction_width
-from shardscope.frameworks.deepspeed.memory.training_state import count_expert_replicas
+from shardscope.frameworks.deepspeed.memory.training_state import count_elements, count_expert_replicas
 from shardscope.memory.state.stages import count_vocab_rows
 from shardscope.timing.parallel import list_tied_reductions
 from shardscope.timing.traffic import Collective, Overlap, OverlappedWith, StateTraffic, Transfer
@@ -28,10 +28,10 @@ in rehearsals of a Llama layer with nine parameters. Stages 1 and 2 add none to 
 def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """Return the traffic of parameters and gradients per step, in bytes.
 
-    Stages 0 to 2 all-reduce gradients, stages 1 and 2 all-gather updated parameters; stage 3 all-gathers
-    parameters at every use and reduce-scatters gradients. Reductions are overlapped with backward only with
-    ``overlap_comm``, the default of stage 3; with a cast (``communication_data_type``) they send twice the
-    bytes of half precision.
+    Stages 0 to 2 all-reduce gradients, stages 1 and 2 all-gather updated parameters; stage 3 reduce-scatters
+    gradients, and all-gathers parameters in each forward and, unless they were kept, in each backward.
+    Reductions are overlapped with backward only with ``overlap_comm``, the default of stage 3; with a cast
+    (``communication_data_type``) they send twice the bytes of half precision.
     """
     layout = get_layout(plan)
     check_not_quantized(layout)
@@ -53,7 +53,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         updated=owned,
         main_copies=half < FP32,
     )
-    fetched = plan.num_micro_batches * stage.base * half / plan.degrees.data_parallel
+    fetched = _compute_fetched_bytes(plan, stage) if layout.offload_params else (0.0, 0.0)
     if plan.on_gpu:
         # On CPU ranks the host is the device: only NVMe is read and written.
         traffic = _add_host_traffic(plan, traffic, owned, fetched)
@@ -128,11 +128,13 @@ def _list_all_gathers(plan: Plan, stage: Stage, groups: list[tuple[int, int, int
             )
             for weights, replicas, stride in groups
         ]
-    # One all-gather for each layer, and one for the tensors outside of layers.
+    # One all-gather for each layer, and one for the tensors outside of layers. Backward finds parameters that
+    # were not released after forward, because their next use is near (``stage3_max_reuse_distance``).
+    in_forward, in_backward = count_elements(plan, stage).all_gathered
     forward = Transfer(
         "gathers",
         "all_gather",
-        stage.base * half,
+        in_forward * half,
         plan.degrees.data_parallel,
         plan.degrees.tp,
         plan.num_micro_batches,
@@ -140,11 +142,11 @@ def _list_all_gathers(plan: Plan, stage: Stage, groups: list[tuple[int, int, int
         "forward",
     )
     if layout.zero_hpz_partition_size > 1:
-        return _split_by_secondary_partitions(plan, forward)
-    return [forward, forward._replace(overlaps_with="backward")]
+        return _split_by_secondary_partitions(plan, forward, in_backward * half)
+    return [forward, forward._replace(num_bytes=in_backward * half, overlaps_with="backward")]
 
 
-def _split_by_secondary_partitions(plan: Plan, gather: Transfer) -> list[Transfer]:
+def _split_by_secondary_partitions(plan: Plan, gather: Transfer, backward_bytes: float) -> list[Transfer]:
     """Return the all-gathers with secondary partitions (hpZ).
 
     A step's first forward all-gathers over all ranks, later ones over the small group. With adapters all use
@@ -156,7 +158,7 @@ def _split_by_secondary_partitions(plan: Plan, gather: Transfer) -> list[Transfe
     return [
         gather._replace(times=num_over_all_ranks),
         in_group._replace(times=plan.num_micro_batches - num_over_all_ranks),
-        in_group._replace(overlaps_with="backward"),
+        in_group._replace(num_bytes=backward_bytes, overlaps_with="backward"),
     ]
 
 
@@ -171,11 +173,19 @@ def _compute_cast_bytes(plan: Plan, stage: Stage, owned: float) -> float:
     return _count_reductions(plan) * (half + width) * (stage.trainable + cast_back)
 
 
-def _add_host_traffic(plan: Plan, traffic: StateTraffic, owned: float, fetched: float) -> StateTraffic:
+def _compute_fetched_bytes(plan: Plan, stage: Stage) -> tuple[float, float]:
+    """Return the bytes of a rank's partitions that all forwards and all backwards of a step all-gather."""
+    in_forward, in_backward = count_elements(plan, stage).all_gathered
+    read = plan.num_micro_batches * widths[plan.recipe.precision].compute / plan.degrees.data_parallel
+    return read * in_forward, read * in_backward
+
+
+def _add_host_traffic(
+    plan: Plan, traffic: StateTraffic, owned: float, fetched: tuple[float, float]
+) -> StateTraffic:
     """Return ``traffic`` with gradients sent to the host, the update there, and weights sent back.
 
-    ``owned`` is the number of weights that a rank updates, ``fetched`` the bytes of its partitions of all
-    weights, once for each micro-batch.
+    ``owned`` is the number of weights that a rank updates, ``fetched`` :func:`_compute_fetched_bytes`.
     """
     layout, half = get_layout(plan), widths[plan.recipe.precision].compute
     if layout.offload_optimizer:
@@ -188,11 +198,13 @@ def _add_host_traffic(plan: Plan, traffic: StateTraffic, owned: float, fetched: 
         )
     if layout.offload_params:
         # Each use copies the rank's partitions to the GPU, where they are all-gathered.
-        traffic = traffic._replace(fetched_forward=fetched, fetched_backward=fetched)
+        traffic = traffic._replace(fetched_forward=fetched[0], fetched_backward=fetched[1])
     return traffic
 
 
-def _add_nvme_traffic(plan: Plan, traffic: StateTraffic, owned: float, fetched: float) -> StateTraffic:
+def _add_nvme_traffic(
+    plan: Plan, traffic: StateTraffic, owned: float, fetched: tuple[float, float]
+) -> StateTraffic:
     """Return ``traffic`` with what NVMe reads and writes; arguments as for :func:`_add_host_traffic`."""
     layout = get_layout(plan)
     if layout.offload_optimizer == "nvme":
@@ -201,7 +213,7 @@ def _add_nvme_traffic(plan: Plan, traffic: StateTraffic, owned: float, fetched: 
         traffic = traffic._replace(nvme_after=2 * state_width * owned)
     if layout.offload_params == "nvme":
         written = owned * widths[plan.recipe.precision].compute
-        traffic = traffic._replace(nvme_overlapped=2 * fetched, nvme_after=traffic.nvme_after + written)
+        traffic = traffic._replace(nvme_overlapped=sum(fetched), nvme_after=traffic.nvme_after + written)
     return traffic
 
 

@@ -32,6 +32,9 @@ OVERLAP = Overlap(
 all-gathers keys and values (``_ContextParallelOptions.rotate_method``), torch.distributed.pipelining sends
 asynchronously. Its own kernels of a layer are copies into and out of flat buffers, counted by torch's
 dispatcher in rehearsals of a Llama layer with nine parameters."""
+_ADDITION_SHARE = 3 / 7
+"""Seconds of adding a gradient on the host, relative to updating a weight there, if memory bounds both:
+an addition reads two numbers and writes one, AdamW reads four and writes three."""
 
 
 def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
@@ -47,6 +50,11 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     Every rank sends a shard of the fullest rank's size: ``padded_sharded_param_size`` (``_fsdp_param.py``)
     in all-gathers, ``_get_dim0_padded_size`` in reduce-scatters. With more ranks than experts these are
     several times the experts' weights. A base in NF4 is all-gathered as it is stored.
+
+    With offload, a reduced shard is cast to the type of the originals and copied to the host, overlapped with
+    backward. Where the host has a gradient already, the copy blocks: the next layer's backward is launched
+    after the reduction, the copy and the addition on the host (``foreach_reduce``, torch 2.13,
+    ``_fsdp_collectives.py``: ``non_blocking`` unless ``to_accumulate_grad``).
     """
     layout = get_layout(plan)
     degrees, width = plan.degrees, widths[plan.recipe.precision]
@@ -65,12 +73,19 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     backwards = where(has_stages, 1, micro_batches) if reshard else 0
     reductions = where(has_stages, 1, micro_batches)
 
+    # Gradients that are added up on the host: backward waits for their reduction and for their copies. HSDP
+    # adds its reduced shards up on the GPU until it all-reduces them.
+    offloads = layout.offload == "cpu" and plan.on_gpu
+    waiting = where(degrees.replicate > 1, 0, reductions - 1) if offloads else 0
+
     # The collectives.
     gather = Transfer("gathers", "all_gather", gathered, ranks, stride, forwards, calls, "forward")
-    transfers = [
-        gather,
-        Transfer("gradients", "reduce_scatter", reduced, ranks, stride, reductions, calls, "backward"),
-    ]
+    reduction = Transfer(
+        "gradients", "reduce_scatter", reduced, ranks, stride, reductions - waiting, calls, "backward"
+    )
+    transfers = [gather, reduction]
+    if offloads:
+        transfers.append(reduction._replace(times=waiting, overlaps_with="nothing"))
     if reshard:
         resharded_ranks = ranks if reshard is True else int(reshard)
         transfers.append(gather._replace(ranks=resharded_ranks, times=backwards, overlaps_with="backward"))
@@ -106,16 +121,19 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         + reductions * padding,
         updated=stage.trainable_shard,
     )
-    if layout.offload is None or not plan.on_gpu:
+    if not offloads:
         return traffic
-    # Offloaded shards are copied to the GPU for each all-gather, and their gradients back; the host updates.
+    # Offloaded shards are copied to the GPU for each all-gather, and their gradients back, in the type of the
+    # originals; the host updates.
     fetched = (base * base_width + adapters * width.original) / ranks
+    returned = stage.trainable_shard * width.original
     return traffic._replace(
         fetched_forward=forwards * fetched,
         fetched_backward=backwards * fetched,
-        returned_backward=reductions * stage.trainable_shard * width.reduce,
+        returned_backward=where(degrees.replicate > 1, 1, reductions - waiting) * returned,
+        returned_waiting=waiting * returned,
         updated=0.0,
-        updated_on_host=stage.trainable_shard,
+        updated_on_host=(1 + waiting * _ADDITION_SHARE) * stage.trainable_shard,
     )
 
 

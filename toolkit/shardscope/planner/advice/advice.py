@@ -29,6 +29,7 @@ from shardscope.planner.advice.plan_evaluator import PAYS, EvaluatedPlan, PlanEv
 from shardscope.planner.advice.plans_from_search import MAX_ALTERNATIVES
 from shardscope.planner.advice.question_path import Draft, QuestionPath
 from shardscope.planner.differences import does_the_same
+from shardscope.planner.search.search import Progress
 
 TOKENS_PER_PARAMETER = 20
 """Compute-optimal number of training tokens per parameter (Hoffmann et al. 2022, arXiv:2203.15556)."""
@@ -104,6 +105,7 @@ def recommend(
     familiar_with: Iterable[str] = (),
     *,
     current: Plan | None = None,
+    progress: Progress | None = None,
 ) -> Advice:
     """Recommend a plan to start with for this model on these GPUs, with reasons.
 
@@ -126,6 +128,9 @@ def recommend(
     that the user has on screen; if it fits with room and is as fast within the usual prediction error (10 %),
     the advice is to keep it. A ``current`` for another model, cluster or task is ignored.
 
+    ``progress(message, fraction)`` is called before each question, and repeatedly by the search over all
+    layouts; it may end the advice by raising, with any error but a ``ValueError``.
+
     Raises ``ValueError`` for arguments of a wrong type, and for unknown names in ``familiar_with``. If no
     plan of a search fits either, there is no error: :attr:`Advice.plan` is None, and
     :attr:`Advice.alternatives` has the nearest misses with the missing memory.
@@ -141,8 +146,10 @@ def recommend(
         check_type("current", current, Plan)
     # 2. Ask the questions in order. Each one may replace path.current, the plan that they lead to.
     evaluator = PlanEvaluator(architecture, cluster, recipe)
-    path = QuestionPath(evaluator, _check_names(familiar_with), _try_current(evaluator, current))
-    for ask in _list_questions(cluster):
+    path = QuestionPath(evaluator, _check_names(familiar_with), _try_current(evaluator, current), progress)
+    questions = _list_questions(cluster)
+    for number, ask in enumerate(questions):
+        path.progress(f"Question {number + 1} of {len(questions)}", number / len(questions))
         ask(path)
     # 3. Write the turns. Only now is it known which of them lead to the final plan.
     best = path.current
@@ -269,10 +276,7 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Seque
         sentences.append(f"No time is predicted: {descriptions.explain_missing_time(plan)}")
     # Last what may prevent the run: number formats, memory of unknown size, and what this installation
     # launches.
-    if lacks_bf16(plan):
-        sentences.append(
-            f"{plan.cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'."
-        )
+    sentences += _explain_lack_of_bf16(path)
     if descriptions.describe_unknown_memory(best):
         sentences.append(descriptions.describe_unknown_memory(best))
     try:
@@ -298,7 +302,18 @@ def _describe_speed(best: EvaluatedPlan, alternatives: Sequence[Alternative]) ->
     return sentence
 
 
+def _explain_lack_of_bf16(path: QuestionPath) -> list[str]:
+    cluster = path.evaluator.cluster
+    if not lacks_bf16(path.evaluator.recipe, cluster):
+        return []
+    return [f"{cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'."]
+
+
 def _explain_misfit(path: QuestionPath) -> str:
+    return " ".join([_describe_nearest_miss(path), *_explain_lack_of_bf16(path)])
+
+
+def _describe_nearest_miss(path: QuestionPath) -> str:
     evaluator = path.evaluator
     # Without a nearest miss no layout was valid at all, so the first refusal is the reason.
     near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import name_device
+from shardscope.core.serialization import replace_fields
 from shardscope.planner.advice import descriptions, layout_ladder
 from shardscope.planner.advice.plan_evaluator import (
+    PAYS,
     EvaluatedPlan,
     PlanEvaluator,
     compute_state_bytes,
@@ -17,7 +19,12 @@ from shardscope.planner.advice.plan_evaluator import (
     is_faster,
     lacks_bf16,
 )
-from shardscope.planner.advice.plans_from_search import describe_gain, find_alternatives
+from shardscope.planner.advice.plans_from_search import (
+    describe_gain,
+    find_alternatives,
+    find_simplest,
+    search_all_layouts,
+)
 from shardscope.planner.advice.size_questions import SPLIT
 
 if TYPE_CHECKING:
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from shardscope.planner.advice.question_path import QuestionPath
 
 MAX_NODES = 1024
+IN_FP16 = "In fp16, which these GPUs have"
 
 
 def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
@@ -36,9 +44,7 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     if advised is None:
         return []
     # First what corrects the request itself: a format that the GPUs lack, a batch that does not divide.
-    alternatives = _describe_if_any(
-        _try_fp16(evaluator, advised), evaluator, "In fp16, which these GPUs have"
-    )
+    alternatives = _describe_if_any(_try_fp16(evaluator, advised), evaluator, IN_FP16)
     alternatives += try_even_batch(evaluator)
     settings = try_single_settings(path, advised)
     if path.keeps_on_screen:  # The Memory view offers them for this plan too.
@@ -49,10 +55,12 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     if path.ranking is not None:
         from_search = find_alternatives(evaluator, path.ranking, advised, path.familiar)
     if has_offload(advised.plan.layout):
-        # A plan with offload is slow, so ways to do without it alternate with the search's plans: only the
-        # first two of this list are shown.
+        # Only the first two of this list are shown. A plan that is faster on these GPUs comes first. A plan
+        # with offload is slow, so ways to do without it alternate with the search's leaner plans.
+        faster = [one for one in from_search if _is_faster_plan(one[0], advised)]
+        leaner = [one for one in from_search if one not in faster]
         without = list_plans_without_offload(path)
-        alternatives += [*without[:1], *from_search[:1], *without[1:], *from_search[1:]]
+        alternatives += [*faster, *without[:1], *leaner[:1], *without[1:], *leaner[1:]]
     else:
         if advised.report.is_tight and advised.plan.recipe.has_adapters:
             alternatives += _describe_if_any(
@@ -62,13 +70,20 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     return alternatives + settings
 
 
+def _is_faster_plan(plan: Plan, advised: EvaluatedPlan) -> bool:
+    return advised.seconds is not None and plan.step().seconds * PAYS < advised.seconds
+
+
 def list_near_plans(path: QuestionPath) -> list[tuple[Plan, str]]:
     """Return plans for the case that nothing fits, the best first.
 
-    First with another global batch, then plans for another task or more nodes, and last the nearest misses.
+    First in a number format that the GPUs have and with another global batch, then plans for another task or
+    more nodes, and last the nearest misses.
     """
-    # The nearest batch that divides may be all that is needed, so it comes first.
-    alternatives = try_even_batch(path.evaluator)
+    # The nearest batch that divides may be all that is needed, so it comes first; before it, a format that
+    # the GPUs have, without which no search could try all layouts.
+    alternatives = _search_in_fp16(path)
+    alternatives += try_even_batch(path.evaluator)
     alternatives += list_plans_without_offload(path)
     return [*alternatives, *list_nearest_misses(path)]
 
@@ -136,10 +151,27 @@ def _describe_if_any(
 def _try_fp16(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> EvaluatedPlan | None:
     """Return the recommended plan in fp16, for GPUs without bf16; None if they have it, or the plan does not
     fit."""
-    if not lacks_bf16(advised.plan):
+    if not lacks_bf16(advised.plan.recipe, evaluator.cluster):
         return None
     trial = evaluator.evaluate_plan(advised.plan.layout, replace(advised.plan.recipe, precision="fp16-mixed"))
     return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
+
+
+def _search_in_fp16(path: QuestionPath) -> list[tuple[Plan, str]]:
+    """Return the plan to advise in fp16 with the requested batch, for GPUs without bf16; empty if they have
+    it, or no layout fits."""
+    if not lacks_bf16(path.evaluator.recipe, path.evaluator.cluster):
+        return []
+    evaluator = _replace_recipe(path.evaluator, precision="fp16-mixed")
+    ranking = search_all_layouts(evaluator, path.progress)
+    plans = None if ranking is None else find_simplest(evaluator, ranking, path.familiar)
+    return [] if plans is None else _describe_if_any(plans[1], evaluator, IN_FP16)
+
+
+def _replace_recipe(evaluator: PlanEvaluator, **changed: object) -> PlanEvaluator:
+    """Return an evaluator of the same question with other recipe fields."""
+    recipe = replace_fields(evaluator.recipe, changed)
+    return PlanEvaluator(evaluator.architecture, evaluator.cluster, recipe)
 
 
 def try_even_batch(evaluator: PlanEvaluator) -> list[tuple[Plan, str]]:
@@ -152,16 +184,19 @@ def try_even_batch(evaluator: PlanEvaluator) -> list[tuple[Plan, str]]:
     if recipe.global_batch_size % at_once == 0:
         return []
     batch = max(1, round(recipe.global_batch_size / at_once)) * at_once
-    even = PlanEvaluator(evaluator.architecture, evaluator.cluster, replace(recipe, global_batch_size=batch))
+    even = _replace_recipe(evaluator, global_batch_size=batch)
+    words_before = (
+        f"With a global batch of {batch:,}, the nearest that every {name_device(evaluator.cluster)} has an "
+        "equal part of"
+    )
+    # A plan in a format that the GPUs lack would be no help.
+    if lacks_bf16(recipe, evaluator.cluster):
+        even = _replace_recipe(even, precision="fp16-mixed")
+        words_before = f"{IN_FP16}, and w{words_before[1:]}"
     trial = _find_first_that_fits(
         even, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
     )
-    return _describe_if_any(
-        trial,
-        evaluator,
-        f"With a global batch of {batch:,}, the nearest that every {name_device(evaluator.cluster)} has an "
-        "equal part of",
-    )
+    return _describe_if_any(trial, evaluator, words_before)
 
 
 def _try_eight_bit(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
@@ -169,9 +204,7 @@ def _try_eight_bit(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
     curve."""
     if evaluator.recipe.optimizer != "adamw" or evaluator.recipe.has_adapters:
         return None
-    smaller = PlanEvaluator(
-        evaluator.architecture, evaluator.cluster, replace(evaluator.recipe, optimizer="adamw_8bit")
-    )
+    smaller = _replace_recipe(evaluator, optimizer="adamw_8bit")
     return _find_first_that_fits(
         smaller, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
     )
@@ -253,11 +286,7 @@ def _try_adapters(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
     order: tuple[Method, ...] = ("full", "lora", "qlora")
     tight = None
     for method in order[order.index(evaluator.recipe.method) + 1 :]:
-        smaller = PlanEvaluator(
-            evaluator.architecture,
-            evaluator.cluster,
-            replace(evaluator.recipe, method=method, quantization=None),
-        )
+        smaller = _replace_recipe(evaluator, method=method, quantization=None)
         trial = _find_first_that_fits(
             smaller, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
         )

@@ -221,9 +221,9 @@ def has_offload(layout: Layout) -> bool:
     return any(getattr(layout, field, None) for field in OFFLOADS)
 
 
-def lacks_bf16(plan: Plan) -> bool:
-    """Return whether the plan computes in bf16 on GPUs whose matrix units lack it."""
-    return plan.recipe.precision.startswith("bf16") and plan.cluster.gpu.architecture in BEFORE_AMPERE
+def lacks_bf16(recipe: Recipe, cluster: Cluster) -> bool:
+    """Return whether ``recipe`` computes in bf16 on GPUs whose matrix units lack it."""
+    return recipe.precision.startswith("bf16") and cluster.gpu.architecture in BEFORE_AMPERE
 
 
 def is_state_too_large(evaluated: EvaluatedPlan) -> bool:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from shardscope.core.plan import Plan
     from shardscope.planner.search.ranking import Ranking
+    from shardscope.planner.search.search import Progress
 
 MAX_ALTERNATIVES = 2
 NEAR = 1.05
@@ -46,13 +47,14 @@ MAX_CHECKED = 400
 """Number of the search's fastest plans that are checked for whether they can be launched here."""
 
 
-def search_all_layouts(evaluator: PlanEvaluator) -> Ranking | None:
+def search_all_layouts(evaluator: PlanEvaluator, progress: Progress) -> Ranking | None:
     """Return the search's ranking for the same question; None if a required figure is not known.
 
     If none of its plans fits, return the ranking with the chunked loss, which has the same loss curve.
+    ``progress`` is the search's.
     """
     try:
-        ranking = search(evaluator.architecture, evaluator.cluster, evaluator.recipe)
+        ranking = search(evaluator.architecture, evaluator.cluster, evaluator.recipe, progress=progress)
     except ValueError:
         return None
     # Ranking.alternative may also have another global batch, which is another training: that one is no answer
@@ -178,15 +180,22 @@ def describe_gain(name: str, evaluated: EvaluatedPlan, advised: EvaluatedPlan) -
         else "as much memory"
     )
     seconds, peak_bytes = evaluated.seconds or 0.0, evaluated.report.peak_bytes
-    return f"{name}: {gain}, {memory} ({format_seconds(seconds)} per step, {format_gib(peak_bytes)} GiB)."
+    tight = ", which is tight" if evaluated.report.is_tight and not advised.report.is_tight else ""
+    return (
+        f"{name}: {gain}, {memory} ({format_seconds(seconds)} per step, {format_gib(peak_bytes)} GiB{tight})."
+    )
 
 
 def _find_faster(
     evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
 ) -> EvaluatedPlan | None:
-    rows = _list_rows_with_room(ranking, advised)
     # Only a gain beyond the prediction error is worth the user's attention.
+    rows = _list_rows_with_room(ranking, advised)
     rows = rows[ranking.step_seconds[rows] * PAYS < (advised.seconds or 0.0)]
+    if not len(rows):
+        # A tight plan has to gain more than recomputation could cost.
+        rows = np.flatnonzero(ranking.is_feasible & ranking.is_room_known)
+        rows = rows[ranking.step_seconds[rows] * SAFE < (advised.seconds or 0.0)]
     if not len(rows):
         return None
     launched = _find_first_launched(evaluator, ranking, rows)

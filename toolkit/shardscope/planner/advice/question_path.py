@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardscope.planner.advice.layout_ladder import Rung
     from shardscope.planner.repairs.repairs import Repair
     from shardscope.planner.search.ranking import Ranking
+    from shardscope.planner.search.search import Progress
 
 
 @dataclass(kw_only=True)
@@ -40,15 +41,25 @@ class Draft:
     taken: bool = False
 
 
+def _ignore_progress(message: str, fraction: float) -> None:
+    """Do nothing: nobody asked for the progress."""
+
+
 class QuestionPath:
     """The turns so far, and :attr:`current`, the plan that they led to."""
 
     def __init__(
-        self, evaluator: PlanEvaluator, familiar: Iterable[str], on_screen: EvaluatedPlan | None = None
+        self,
+        evaluator: PlanEvaluator,
+        familiar: Iterable[str],
+        on_screen: EvaluatedPlan | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.evaluator, self.familiar = evaluator, tuple(familiar)
         self.on_screen = on_screen
         """The plan on screen, if it is for this question and fits."""
+        self.progress: Progress = _ignore_progress if progress is None else progress
+        """Called with a message and a fraction; it raises to end the advice."""
         self.keeps_on_screen = False
         self.drafts: list[Draft] = []
         self.current: EvaluatedPlan | None = None
@@ -64,7 +75,7 @@ class QuestionPath:
     @cached_property
     def ranking(self) -> Ranking | None:
         """Return the search's ranking for the same question; None if a required figure is not known."""
-        return search_all_layouts(self.evaluator)
+        return search_all_layouts(self.evaluator, self.progress)
 
     @property
     def is_settled(self) -> bool:

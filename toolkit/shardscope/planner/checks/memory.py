@@ -11,6 +11,7 @@ from shardscope.core.finding import Finding, PlanChange, Question
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
+from shardscope.planner.advice.plan_evaluator import PAYS, SAFE, has_offload
 from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.checks.recomputation import find_recomputation
@@ -125,20 +126,36 @@ def _report_shortage(case: Case, need: MemoryNeed) -> Finding:
         if not case.plan.on_gpu:  # A CPU rank has a part of the host's.
             name = kind = "memory"
     best = _find_sufficient(case)
+    is_fix = best is not None and not _is_slow(case, best)
     return Finding(
         name=f"out-of-{name}",
         severity="danger",
         why=f"{whose} needs {format_gib(need.needed_bytes)} GiB of {kind}, and has "
         f"{format_gib(need.room_bytes)}: {format_gib(need.short_bytes)} GiB too little.",
         number=need.short_bytes / 2**30,
-        change=best.change if best else _describe_no_single_change(case),
-        plan=best.plan if best else None,
-        search=None if best else partial(_several_changes, case.plan),
+        change=best.change if best and is_fix else _describe_no_single_change(case, best),
+        plan=best.plan if best and is_fix else None,
+        search=None if is_fix else partial(_several_changes, case.plan),
     )
 
 
-def _describe_no_single_change(case: Case) -> str:
-    """Return the text if no change is enough that keeps the training method; it names one that does not."""
+def _is_slow(case: Case, repair: Repair) -> bool:
+    """Return whether several changes, or another layout, may well be faster than a single change.
+
+    It costs more than recomputation would, or moves state or activations to the host at a clear cost.
+    """
+    if case.step is None:
+        return False
+    offloads = has_offload(repair.plan.layout) or repair.plan.recipe.recompute == "offload"
+    return repair.seconds_lost > ((PAYS if offloads else SAFE) - 1) * case.step.seconds
+
+
+def _describe_no_single_change(case: Case, slow: Repair | None) -> str:
+    """Return the text if no change is enough that is fast and keeps the training method; it names one that
+    is not."""
+    if slow is not None and case.step is not None:
+        lost = format_percent(slow.seconds_lost / case.step.seconds)
+        return f"{slow.change} is enough, but {lost} slower; several changes may be faster, by {COMBINE}"
     enough = [repair for repair in case.repairs if fits(repair.plan, repair.plan.memory())]
     if enough:
         method = case.plan.recipe.method

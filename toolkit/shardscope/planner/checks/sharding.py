@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding
 from shardscope.core.layout import list_divisors
-from shardscope.core.number_format import format_gib
-from shardscope.core.precision import widths
-from shardscope.memory.state.stages import count_layer_shard
+from shardscope.core.number_format import format_count, format_gib
+from shardscope.frameworks.registry import frameworks
+from shardscope.memory.state.stages import StageShape
 from shardscope.planner.checks.case import (
     NOTICEABLE,
     Case,
@@ -70,7 +70,7 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
     # ranks.
     crosses = shards * plan.degrees.tp > cluster.gpus_per_node
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
-    part = _compute_shard_bytes(plan, shards)
+    part = _compute_shard_bytes(plan)
     # The bytes that the link transfers during one latency: below that, a message costs more in latency than
     # in transfer.
     latency = link.latency_seconds * link.bandwidth_bytes_per_second
@@ -84,16 +84,16 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
     fixed = find_fastest(variant for variant in candidates if case.compute_gain(variant) > NOTICEABLE)
     if fixed is None:
         return
-    few = fixed.plan.degrees.shard * fixed.plan.degrees.cp
+    few = format_count(fixed.plan.degrees.shard * fixed.plan.degrees.cp, "rank")
     yield Finding(
         name="sharded-too-finely",
         severity="warning",
         why=f"A layer's gather moves {part / 1e3:,.0f} kB from each of {shards} ranks; over {link.name} "
         f"({format_bandwidth(link.bandwidth_bytes_per_second)}) the latency of a message is worth "
-        f"{latency / 1e3:,.0f} kB. Sharding over {few} ranks is "
+        f"{latency / 1e3:,.0f} kB. Sharding over {few} is "
         f"{format_percent(case.compute_gain(fixed))} faster.",
         number=part,
-        change=f"replicate={fixed.plan.degrees.replicate}: shard over {few} ranks",
+        change=f"replicate={fixed.plan.degrees.replicate}: shard over {few}",
         plan=fixed.plan,
     )
 
@@ -149,10 +149,14 @@ def check_expert_shards(case: Case) -> Iterator[Finding]:
     )
 
 
-def _compute_shard_bytes(plan: Plan, shards: int) -> int:
-    """Return what one rank sends in one all-gather: its shard of a layer, padded, in the compute type."""
-    # The last layer, because in a mixture of experts the first layers may be dense.
-    arch, degrees = plan.architecture, plan.degrees
-    has_experts = arch.is_moe_layer(arch.num_hidden_layers - 1)
-    shard = count_layer_shard(arch, has_experts, degrees.tp, degrees.ep, shards)
-    return (shard.dense_padded + shard.experts_padded) * widths[plan.recipe.precision].compute
+def _compute_shard_bytes(plan: Plan) -> float:
+    """Return the bytes that one rank sends in one layer's all-gather: its padded shards, as they travel."""
+    # The traffic of a stage of this one layer: the step's own formula, which knows what is stored in 4 bits
+    # and what is cast. The last layer, because in a mixture of experts the first layers may be dense.
+    arch, framework = plan.architecture, frameworks[plan.layout.framework]
+    last = arch.num_hidden_layers - 1
+    shape = StageShape(1, is_first=False, is_last=False, num_layers=1, num_moe_layers=arch.is_moe_layer(last))
+    stage = framework.memory_model().count_weights(plan, shape)
+    transfers = framework.timing_model().state_traffic(plan, stage).transfers
+    gather = next(one for one in transfers if one.collective == "all_gather")
+    return gather.num_bytes / gather.ranks

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
-from shardscope.planner.advice.plan_evaluator import PAYS
+from shardscope.planner.advice.plan_evaluator import PAYS, SAFE
 from shardscope.planner.differences import find_differences
 from shardscope.planner.memory_needs import list_memory_needs
 from shardscope.planner.repairs.combined_changes import combine_changes, describe_change, keep_options
@@ -60,11 +60,11 @@ def make_it_fit(plan: Plan) -> Fit | None:
     """Return the cheapest combination of changes that makes ``plan`` fit; None if it fits, or nothing does.
 
     The cheapest plan has the least predicted step time; within 5 % of it, the fewest changes. Plans with the
-    verdict "fits" come before tight ones. The loss curve, the model and the GPUs stay the same. The framework
-    stays too, unless its plans take over three times as long as predicted for ``plan`` and another
-    framework's are faster: first frameworks with the same modules. Only if no such plan fits: 8-bit optimizer
-    state, adapters, more nodes, and last a smaller model, each named in :attr:`Fit.changes`. Plans that can
-    be launched here come first, if ``plan`` can be.
+    verdict "fits" come before tight ones that are not a third faster. The loss curve, the model and the GPUs
+    stay the same. The framework stays too, unless its plans take over three times as long as predicted for
+    ``plan`` and another framework's are faster: first frameworks with the same modules. Only if no such plan
+    fits: 8-bit optimizer state, adapters, more nodes, and last a smaller model, each named in
+    :attr:`Fit.changes`. Plans that can be launched here come first, if ``plan`` can be.
     """
     try:
         if assess_plan(plan).runs:
@@ -189,19 +189,25 @@ def _list_fastest(ranking: Ranking, rows: NDArray[np.int64], launched: bool) -> 
 
 
 def _find_cheapest(plan: Plan, offered: Iterable[Plan], states: Sequence[State]) -> Plan | None:
-    """Return the cheapest plan with the same training and the first of ``states`` that any plan has."""
+    """Return the cheapest plan with the same training and the first of ``states`` that any plan has.
+
+    A plan of a later state is returned if it is faster by more than recomputation could cost.
+    """
     same = [one for one in offered if _trains_the_same(plan, one)]
     # A plan that can be launched must not become one that cannot, unless nothing else fits.
     if is_trained(plan):
         same = [one for one in same if is_trained(one)] or same
     states_of = [(one, assess_plan(one).state) for one in same]
+    best: Plan | None = None
     for state in states:
         fitting = [one for one, plan_state in states_of if plan_state == state]
-        if fitting:
-            least = min(map(_sortable_seconds, fitting))
+        if not fitting:
+            continue
+        least = min(map(_sortable_seconds, fitting))
+        if best is None or least * SAFE < _sortable_seconds(best):
             near = [one for one in fitting if _sortable_seconds(one) <= NEAR * least]
-            return min(near, key=lambda one: (len(find_differences(plan, one)), _sortable_seconds(one)))
-    return None
+            best = min(near, key=lambda one: (len(find_differences(plan, one)), _sortable_seconds(one)))
+    return best
 
 
 def _trains_the_same(plan: Plan, other: Plan) -> bool:

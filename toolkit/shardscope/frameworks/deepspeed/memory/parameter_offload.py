@@ -8,8 +8,10 @@ forward and before backward, releases them after, and lets the coordinator prefe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
 
 from shardscope.families.parameter_names import list_attention_inputs, list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
@@ -19,6 +21,8 @@ from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.stages import EMBEDDING_GROUPS, list_outer_tensors, list_rank_shapes
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from shardscope.core.architecture import Architecture
     from shardscope.core.recipe import Recipe
 
@@ -256,6 +260,51 @@ def build_traced_model(
     return TracedModel(arch, adapters, dense_layers, moe_layers, embeddings, final_norm, head)
 
 
+class FetchTrace(NamedTuple):
+    """The parameters that each fetch of a step uses, in order."""
+
+    queue: list[tuple[int, int]]
+    """(fetch, parameter) of every use."""
+    params: NDArray[np.int64]
+    """The parameters of ``queue``."""
+    elements_before: NDArray[np.int64]
+    """Elements of all earlier entries of ``queue``; one more for its end."""
+    uses: list[list[int]]
+    """Fetches that use each parameter."""
+    recursive_uses: list[list[int]]
+    """Fetches that use each parameter directly or in a submodule."""
+    traversed: list[int]
+    """Elements used before each fetch. For the reuse distance DeepSpeed counts parameters as it releases
+    them: a leaf recursively, other modules without submodules, so that these do not count leaves."""
+    traversed_recursively: list[int]
+
+
+def _record_fetches(modules: list[TracedModule], sizes: list[int]) -> FetchTrace:
+    queue = [(step, index) for step, module in enumerate(modules) for index in sorted(module.params)]
+    params = np.array([index for _, index in queue], np.int64)
+    elements_before = np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)[params])))
+    traversed, traversed_recursively = [0], [0]
+    uses: list[list[int]] = [[] for _ in sizes]
+    recursive_uses: list[list[int]] = [[] for _ in sizes]
+    for step, module in enumerate(modules):
+        all_params = module.all_params or module.params
+        for index in module.params:
+            uses[index].append(step)
+        direct = 0 if module.call.is_leaf else sum(sizes[index] for index in module.params)
+        traversed.append(traversed[-1] + direct)
+        recursive = sum(sizes[index] for index in all_params)
+        traversed_recursively.append(traversed_recursively[-1] + recursive)
+        for index in all_params:
+            recursive_uses[index].append(step)
+    return FetchTrace(queue, params, elements_before, uses, recursive_uses, traversed, traversed_recursively)
+
+
+@lru_cache(maxsize=64)
+def trace_modules(model: TracedModel, recompute_interval: int) -> ModuleTrace:
+    """Return the trace of one step of ``model``; shared, so its lists must not be changed."""
+    return ModuleTrace(model, recompute_interval)
+
+
 class ModuleTrace:
     """Hook events of one step over a model's modules, with numbered parameters.
 
@@ -284,10 +333,12 @@ class ModuleTrace:
         """Number of decoder layers."""
         return len(self.forward) - 2
 
-    def list_fetches(self) -> list[TracedModule]:
-        """Return the module of every fetch of the step, in order."""
+    @cached_property
+    def fetches(self) -> FetchTrace:
+        """Return the fetches of the step, as DeepSpeed records them in its first one."""
         parts = (*self.forward, *self.backward)
-        return [module for events in parts for kind, module in events if kind in ("fetch", "recompute")]
+        modules = [module for events in parts for kind, module in events if kind in ("fetch", "recompute")]
+        return _record_fetches(modules, self.sizes)
 
     def is_recomputed(self, layer: int) -> bool:
         """Return whether ``layer`` is recomputed in backward."""

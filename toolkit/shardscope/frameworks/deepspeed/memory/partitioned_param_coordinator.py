@@ -8,9 +8,10 @@ repeats ``PartitionedParameterCoordinator``, with its names
 
 from __future__ import annotations
 
-from collections import deque
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.frameworks.deepspeed.memory.parameter_offload import trace_modules
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import (
     AsyncPartitionedParameterSwapper,
     NvmeOptions,
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from shardscope.frameworks.deepspeed.memory.parameter_offload import (
         ModuleCall,
         ModuleTrace,
+        TracedModel,
         TracedModule,
     )
+    from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure
 
 
 class Stage3Options(NamedTuple):
@@ -47,6 +50,34 @@ class Stage3Options(NamedTuple):
     """Size of an element of the reduction type in gradient elements; 0 if gradients are not cast."""
 
 
+@lru_cache(maxsize=1024)
+def find_first_failure(
+    model: TracedModel, ranks: int, recompute_interval: int, options: Stage3Options
+) -> SwapFailure | None:
+    """Return the first assertion that swapping parameters fails in one step; None if there is none.
+
+    ``simulate_step`` (zero_optimizer_stage3.py) without the sizes of what is in memory: fetches and releases
+    alone, up to the failure. It is asked for one number of buffers after another.
+    """
+    trace = trace_modules(model, recompute_interval)
+    coordinator = PartitionedParameterCoordinator(trace, ranks, options)
+    swapper = coordinator.swapper
+    if swapper is None:
+        return None
+    for events in (*trace.forward, *trace.backward):
+        for kind, module in events:
+            if kind == "release":
+                coordinator.release_sub_module(module)
+            elif kind != "gradients":
+                coordinator.fetch_sub_module(module, saves_views=False, in_recomputation=kind == "recompute")
+                if swapper.failure is not None:
+                    return swapper.failure
+            elif module.call.is_leaf:
+                # A leaf is released by the hook of its last gradient.
+                coordinator.release_sub_module(module)
+    return None
+
+
 class PartitionedParameterCoordinator:
     """All-gathered parameters of one rank, sizes in elements."""
 
@@ -65,7 +96,12 @@ class PartitionedParameterCoordinator:
             self.swapper = AsyncPartitionedParameterSwapper(
                 partitions, trace.trained, self.persistent, options.nvme
             )
-        self._construct_parameter_trace(trace.list_fetches())
+        self.fetches = trace.fetches
+        self.num_popped = 0
+        """Entries of ``fetches.queue`` that were fetched or skipped so far."""
+        # By parameter: the number of its uses that are over.
+        self.uses_over = [0] * len(self.sizes)
+        self.recursive_uses_over = [0] * len(self.sizes)
         # What is all-gathered or on its way.
         self.available = {index for index, persists in enumerate(self.persistent) if persists}
         self.most_recent_step_fetched_for = [-1] * len(self.sizes)
@@ -74,8 +110,11 @@ class PartitionedParameterCoordinator:
         """Elements all-gathered now, with flat buffers and pending fetches; and those never released."""
         self.peak = self.live
         """Maximum of ``live`` since a caller last reset it to ``live``."""
+        self.all_gathered = 0
+        """Elements of all all-gathers so far."""
         self.inflight_params: dict[int, list[int]] = {}
         """Parameters with a pending all-gather, and all parameters of that coalesced all-gather."""
+        self.inflight_elements = 0
         # What outlives its release: parameters of a recomputation, and views that autograd has saved.
         self.recompute_params: set[int] = set()
         """Frozen parameters that a recomputation has fetched: they are released only after the backward of
@@ -86,27 +125,6 @@ class PartitionedParameterCoordinator:
         """Parameters that autograd has saved a view of: their memory outlives their release."""
         self.released_views: set[int] = set()
         """Released parameters whose memory is still allocated because of such a view."""
-
-    def _construct_parameter_trace(self, module_order: list[TracedModule]) -> None:
-        """Record the fetches of each parameter, and the elements used before each fetch."""
-        self.param_queue = deque(
-            (step, index) for step, module in enumerate(module_order) for index in sorted(module.params)
-        )
-        # For the reuse distance DeepSpeed counts parameters as it releases them: a leaf recursively, other
-        # modules without submodules, so that leaves are not counted for other modules.
-        self.traversed, self.traversed_recursively = [0], [0]
-        self.uses: list[deque[int]] = [deque() for _ in self.sizes]
-        self.recursive_uses: list[deque[int]] = [deque() for _ in self.sizes]
-        for step, module in enumerate(module_order):
-            all_params = module.all_params or module.params
-            for index in module.params:
-                self.uses[index].append(step)
-            direct = 0 if module.call.is_leaf else sum(self.sizes[index] for index in module.params)
-            self.traversed.append(self.traversed[-1] + direct)
-            recursive = sum(self.sizes[index] for index in all_params)
-            self.traversed_recursively.append(self.traversed_recursively[-1] + recursive)
-            for index in all_params:
-                self.recursive_uses[index].append(step)
 
     def fetch_sub_module(
         self, module: TracedModule, *, saves_views: bool, in_recomputation: bool = False
@@ -158,9 +176,10 @@ class PartitionedParameterCoordinator:
                 self._wait_for_param(index)
         # Pop the module's parameters off the queue, unless earlier prefetches have popped them.
         not_fetched = sum(self.most_recent_step_fetched_for[index] < self.step_id for index in params)
-        for _ in range(min(not_fetched, len(self.param_queue))):
-            step, popped = self.param_queue.popleft()
+        queue = self.fetches.queue
+        for step, popped in queue[self.num_popped : self.num_popped + not_fetched]:
             self.most_recent_step_fetched_for[popped] = step
+        self.num_popped = min(self.num_popped + not_fetched, len(queue))
         self._prefetch_params()
         self.step_id += 1
 
@@ -171,11 +190,13 @@ class PartitionedParameterCoordinator:
         )
         params: list[int] = []
         elements = 0
-        while self.param_queue and elements < max_elements:
-            if self._is_on_nvme(self.param_queue[0][1]):
+        queue, on_nvme = self.fetches.queue, () if self.swapper is None else self.swapper.on_nvme
+        while self.num_popped < len(queue) and elements < max_elements:
+            step, index = queue[self.num_popped]
+            if index in on_nvme:
                 # Swapping in is asynchronous: prefetching stops here, to preserve the order of fetches.
                 break
-            step, index = self.param_queue.popleft()
+            self.num_popped += 1
             # A use that prefetching has skipped keeps the parameter from being released before it.
             self.most_recent_step_fetched_for[index] = max(self.most_recent_step_fetched_for[index], step)
             if index in self.available or index in self.inflight_params or index in params:
@@ -187,25 +208,17 @@ class PartitionedParameterCoordinator:
         if self.options.prefetch_bucket_size:
             self._prefetch_nvme_param_partitions()
 
-    def _is_on_nvme(self, index: int) -> bool:
-        return self.swapper is not None and index in self.swapper.on_nvme
-
     def _prefetch_nvme_param_partitions(self) -> None:
         """Swap in upcoming partitions from NVMe, up to twice the elements of pending all-gathers."""
         if self.swapper is None or not self.swapper.on_nvme:
             return
-        elements_in_flight = sum(self.sizes[index] for index in self.inflight_params)
-        considered = 0
-        swap_in_params: list[int] = []
-        for _, index in self.param_queue:
-            is_full = len(swap_in_params) >= self.swapper.available_swap_in_buffers
-            # DeepSpeed's own factor: reads stay ahead of all-gathers by as much as these take
-            # (__prefetch_nvme_param_partitions).
-            if considered > 2 * elements_in_flight or is_full:
-                break
-            if self._is_on_nvme(index):
-                swap_in_params.append(index)
-            considered += self.sizes[index]
+        # DeepSpeed's own factor: reads stay ahead of all-gathers by as much as these take, with the parameter
+        # that exceeds it as the last one (__prefetch_nvme_param_partitions).
+        before, first = self.fetches.elements_before, self.num_popped
+        end = int(before.searchsorted(before[first] + 2 * self.inflight_elements, side="right"))
+        upcoming = self.fetches.params[first:end]
+        num_buffers = max(0, self.swapper.available_swap_in_buffers)
+        swap_in_params = upcoming[self.swapper.is_on_nvme[upcoming]][:num_buffers].tolist()
         self.swapper.swap_in(swap_in_params)
 
     def _all_gather_params(self, params: list[int]) -> None:
@@ -214,8 +227,10 @@ class PartitionedParameterCoordinator:
             self.swapper.swap_in(params)
         for index in params:
             self.inflight_params[index] = params
+            self.inflight_elements += self.sizes[index]
             self.num_available_params += self.sizes[index]
             self.live += self.gathered_sizes[index]
+            self.all_gathered += self.gathered_sizes[index]
         self.peak = max(self.peak, self.live)
 
     def _wait_for_param(self, index: int) -> None:
@@ -225,6 +240,7 @@ class PartitionedParameterCoordinator:
         used.
         """
         params = self.inflight_params.pop(index)
+        self.inflight_elements -= self.sizes[index]
         is_coalesced = len(params) > 1 and self.ranks > 1
         elements = sum(self.gathered_sizes[member] for member in params) if is_coalesced else 0
         if index not in self.available:
@@ -234,12 +250,15 @@ class PartitionedParameterCoordinator:
         if is_coalesced and all(self.inflight_params.get(member) is not params for member in params):
             self.live -= elements
 
-    def find_next_use(self, index: int, uses: list[deque[int]] | None = None) -> int | None:
+    def find_next_use(self, index: int, *, recursive: bool = False) -> int | None:
         """Return the next fetch that uses the parameter; None if there is none in this step."""
-        steps = (uses or self.uses)[index]
-        while steps and steps[0] < self.step_id:
-            steps.popleft()
-        return steps[0] if steps else None
+        steps = (self.fetches.recursive_uses if recursive else self.fetches.uses)[index]
+        uses_over = self.recursive_uses_over if recursive else self.uses_over
+        position = uses_over[index]
+        while position < len(steps) and steps[position] < self.step_id:
+            position += 1
+        uses_over[index] = position
+        return steps[position] if position < len(steps) else None
 
     def release_param(self, index: int, is_leaf: bool) -> None:
         """Release a parameter, unless it persists or is reused within ``max_reuse_distance``."""
@@ -251,8 +270,8 @@ class PartitionedParameterCoordinator:
         if index in self.recompute_params and self.recompute_owner is not None:
             return
         # Keep it if its next use is near (__params_to_release, max_reuse_dist_in_numel).
-        next_use = self.find_next_use(index, self.recursive_uses if is_leaf else self.uses)
-        traversed = self.traversed_recursively if is_leaf else self.traversed
+        next_use = self.find_next_use(index, recursive=is_leaf)
+        traversed = self.fetches.traversed_recursively if is_leaf else self.fetches.traversed
         if next_use is not None:
             distance = traversed[next_use] - traversed[self.step_id]
             if distance < self.options.max_reuse_distance:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
+
 from shardscope.core.ops import ceil_div
 from shardscope.core.precision import widths
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
@@ -81,6 +83,9 @@ class AsyncPartitionedParameterSwapper:
         )
         self.on_nvme = set(self._swapped)
         """Parameters whose partitions are on NVMe only."""
+        self.is_on_nvme = np.zeros(len(partitions), np.bool_)
+        """The same as a mask."""
+        self.is_on_nvme[list(self._swapped)] = True
         self.available_swap_in_buffers = options.num_buffers
         self.failure: SwapFailure | None = None
         """First assertion that DeepSpeed fails; None if there is none."""
@@ -95,6 +100,7 @@ class AsyncPartitionedParameterSwapper:
         for index in params:
             if index in self.on_nvme:
                 self.on_nvme.discard(index)
+                self.is_on_nvme[index] = False
                 self.available_swap_in_buffers -= 1
                 if self.available_swap_in_buffers < 0 and self.failure is None:
                     self.failure = "no buffer"
@@ -103,6 +109,7 @@ class AsyncPartitionedParameterSwapper:
         """Free the buffer of a parameter whose all-gathered memory is released."""
         if index in self._swapped and index not in self.on_nvme:
             self.on_nvme.add(index)
+            self.is_on_nvme[index] = True
             self.available_swap_in_buffers += 1
 
 

@@ -32,7 +32,10 @@ from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     shards_tied_head,
     sum_partitions,
 )
-from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import Stage3Options
+from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import (
+    Stage3Options,
+    find_first_failure,
+)
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure, get_nvme_options
 from shardscope.frameworks.deepspeed.memory.peaks import BackwardPart, PhaseElements
 from shardscope.frameworks.deepspeed.memory.pipeline import add_pipeline_buffers
@@ -208,6 +211,8 @@ class ElementCounts(NamedTuple):
     """Elements that stage 3 has all-gathered at the end of forward."""
     gathered_in_forward: tuple[tuple[int, int], ...]
     """(layers passed, elements that stage 3 has all-gathered) at points of forward."""
+    all_gathered: tuple[int, int]
+    """Elements of the all-gathers that a forward and a backward of stage 3 start."""
     head: LayerPhases
     """Backward of the head and the final norm."""
     layers: tuple[LayerPhases, ...]
@@ -287,7 +292,7 @@ def find_swap_failure(
     settings = _get_settings(arch, recipe, layout, True)
     moe_layers = arch.num_moe_layers
     model = build_traced_model(arch, settings.adapters, arch.num_hidden_layers - moe_layers, moe_layers)
-    return simulate_step(model, ranks, settings.recompute_interval, settings.options).failure
+    return find_first_failure(model, ranks, settings.recompute_interval, settings.options)
 
 
 def count_expert_replicas(ranks: int, ep: int) -> int:
@@ -360,6 +365,7 @@ def _count_elements(
     frozen = tensors.frozen.total
     flat_buffers = largest_slice = largest_expert_slice = persistent = after_forward = 0
     in_forward: tuple[tuple[int, int], ...] = ((0, 0),)
+    all_gathered = (0, 0)
     if settings.stage == 3:
         # Every tensor is partitioned by itself, and sub-groups of them are updated together.
         partition = own_gradients = sum_partitions(tensors.trained, ranks)
@@ -370,6 +376,7 @@ def _count_elements(
         model = build_traced_model(arch, adapters, dense_layers, moe_layers)
         step = simulate_step(model, ranks, settings.recompute_interval, settings.options)
         persistent, after_forward, in_forward = step.persistent, step.after_forward, step.in_forward
+        all_gathered = step.all_gathered
         parts = step.backward
     else:
         # Flat buffers are partitioned; experts that expert parallelism shards have one of their own.
@@ -403,6 +410,7 @@ def _count_elements(
         persistent=persistent,
         after_forward=after_forward,
         gathered_in_forward=_choose_in_forward(in_forward),
+        all_gathered=all_gathered,
         head=_get_layer_phases(head, layers[0].first_gradient),
         layers=tuple(_get_layer_phases(layers[index], next_layers[index]) for index in chosen),
         layers_before_largest=largest_layer,

@@ -14,7 +14,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import get_layout, get_reduction_width
-from shardscope.frameworks.deepspeed.memory.parameter_offload import ModuleTrace, TracedModel
+from shardscope.frameworks.deepspeed.memory.parameter_offload import trace_modules
 from shardscope.frameworks.deepspeed.memory.partition_parameters import FP64, count_secondary_partitions
 from shardscope.frameworks.deepspeed.memory.partitioned_optimizer_swapper import (
     NORM_ELEMENTS,
@@ -37,7 +37,12 @@ from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.deepspeed.memory.parameter_offload import HookEvent, TracedModule
+    from shardscope.frameworks.deepspeed.memory.parameter_offload import (
+        HookEvent,
+        ModuleTrace,
+        TracedModel,
+        TracedModule,
+    )
     from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure
     from shardscope.frameworks.deepspeed.memory.training_state import RankCounts
     from shardscope.memory.state.stages import Stage
@@ -160,6 +165,8 @@ class Stage3Step(NamedTuple):
     """Parts of backward; the last one is the final reduction."""
     in_forward: tuple[tuple[int, int], ...]
     """(layers passed, maximum elements) in forward; entries below a later maximum are left out."""
+    all_gathered: tuple[int, int]
+    """Elements of the all-gathers that forward and backward start."""
     failure: SwapFailure | None = None
     """Assertion that DeepSpeed fails in this step; None if there is none."""
 
@@ -173,7 +180,7 @@ def simulate_step(
     Every ``recompute_interval``-th layer, starting with the first, is recomputed in backward; 0 recomputes
     none.
     """
-    return _StepSimulation(ModuleTrace(model, recompute_interval), ranks, options).run()
+    return _StepSimulation(trace_modules(model, recompute_interval), ranks, options).run()
 
 
 class _StepSimulation:
@@ -205,7 +212,7 @@ class _StepSimulation:
             before, behind = self._run_forward_part(events, number)
             in_forward.append((max(0, min(number - 1, num_layers)), max(before, behind)))
             in_forward.append((min(number, num_layers), behind))
-        after_forward = self.coordinator.live
+        after_forward, in_forward_gathers = self.coordinator.live, self.coordinator.all_gathered
         # Backward. Gradients stay in the bucket from one part to the next.
         parts = [self._run_backward_part(events, number) for number, events in enumerate(self.trace.backward)]
         # The final reduction starts in the hook of the last gradient.
@@ -218,6 +225,7 @@ class _StepSimulation:
             after_forward,
             (*parts, BackwardPart(reduction, reduction)),
             _drop_below_later(in_forward),
+            (in_forward_gathers, self.coordinator.all_gathered - in_forward_gathers),
             swapper.failure if swapper is not None else None,
         )
 
