@@ -163,10 +163,13 @@ def test_collectives_are_the_step_reports(name: str) -> None:
             share = 2 / (2 * NUM_LAYERS + 2)
         if part == "context_parallel":
             share = 1 / NUM_LAYERS
-        # With tp, every rank has whole norms. In stage 3 these persist, and backward all-gathers the layers
-        # again but not all weights outside of them.
-        rel = 0.05 if is_stage_3 else 1e-3 if plan.degrees.tp > 1 else 1e-9
-        assert sent == pytest.approx(total * share, rel=rel), part
+        if part == "gathers" and is_stage_3:
+            # Norms persist. Embedding and head, which are not recomputed, are all-gathered in forward and in
+            # backward of both micro-batches; a layer once more for its recomputation.
+            total -= 2 * 2 * 2 * EMBEDDING * 2
+            share = 1 / NUM_LAYERS
+        # With tp, every rank has whole norms.
+        assert sent == pytest.approx(total * share, rel=1e-3 if plan.degrees.tp > 1 else 1e-9), part
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
