@@ -73,8 +73,7 @@ class AdviceView(View):
         """
 
         def recommend(progress: Progress) -> Advice:
-            progress("computing", 0.0)
-            advice = ss.recommend(arch, cluster, recipe, familiar_with, current=current)
+            advice = ss.recommend(arch, cluster, recipe, familiar_with, current=current, progress=progress)
             progress("drawing", 1.0)  # Raises if the user pressed Cancel meanwhile.
             return advice
 

@@ -132,7 +132,7 @@ def test_decisions_and_support_table_are_collapsed_and_keyed() -> None:
 def test_standalone_view_requests_advice_and_repeats_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[Any] = []
 
-    def recommend(*question: Any, current: Any) -> Advice:
+    def recommend(*question: Any, current: Any, progress: Any) -> Advice:
         requests.append(question)
         return build_advice()
 
