@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import shardscope as ss
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import Scale, format_gib
 from shardscope.planner.search.nearest_misses import describe_other_recipe
 from shardscope_widgets.kit.display_names import name_rate_unit
-from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, keep_units
+from shardscope_widgets.kit.numbers import format_dollars, format_short, keep_units
 from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
 from shardscope_widgets.plans.feasibility import why_not_launched, why_unknown
 from shardscope_widgets.plans.ranking_rows import Indices, build_signs, is_row
