@@ -374,4 +374,5 @@ def _find_colour(name: str) -> str:
 
 
 def _format_step(value: object) -> str:
-    return f"{value:,}" if is_number(value) else "–"
+    # Logged steps count from 0, the user's from 1.
+    return f"{value + 1:,}" if is_number(value) else "–"
