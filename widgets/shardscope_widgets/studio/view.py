@@ -27,6 +27,7 @@ from shardscope_widgets.checks.findings import sort_worst_first, summarize_findi
 from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView
 from shardscope_widgets.finetune import FinetunePage
+from shardscope_widgets.finetune.setup import Setup
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import (
     Debounced,
@@ -92,6 +93,10 @@ class Studio(View):
         """Tab -> the plan that its page currently shows."""
         self._formed: ss.Plan | None = None
         """The plan of the Fine-tune tab's form that was applied last."""
+        self._before_form: tuple[ss.Plan, Path | None] | None = None
+        """The plan that the form replaced, and the folder of its model."""
+        self._plan_of_form: ss.Plan | None = None
+        """The plan after the form's was applied."""
         self._occupied_by: Path | None = None
         """Folder of the active run of this machine that was launched or resumed here last."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
@@ -498,12 +503,25 @@ class Studio(View):
         if setup is not None and setup.plan != self._formed:
             self._formed = setup.plan
             if not page.is_following:
-                self.apply(setup.plan, setup.task.weights)
+                self._apply_setup(setup)
         has_turn = self.tabs.value == FINE_TUNE or (self.task.kind == "finetune" and page.has_data)
         self.task.set_form(page.read_state(self.architecture.weights_folder) if has_turn else None)
         self._drawn.pop(FINE_TUNE, None)
         self._draw_shown()
         self._show_head()
+
+    def _apply_setup(self, setup: Setup) -> None:
+        """Apply the plan of the Fine-tune tab's form, and offer to restore the one before it."""
+        # While the form is edited, Undo restores the plan before its first change.
+        if self._before_form is None or self.plan != self._plan_of_form:
+            self._before_form = (self.plan, self.architecture.weights_folder)
+        plan, weights = self._before_form
+        self.apply(setup.plan, setup.task.weights)
+        self._plan_of_form = self.plan
+        if self.plan != plan:
+            self.notice.show_message(
+                "The plan is now the Fine-tune form's.", {"Undo": lambda: self.apply(plan, weights)}
+            )
 
     def _leave_form(self) -> None:
         """Leave the Fine-tune tab, whose form has the task while it is shown."""
