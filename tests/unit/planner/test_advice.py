@@ -17,6 +17,7 @@ from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.advice.advice import Advice, Turn, recommend
 from shardscope.planner.advice.plan_evaluator import LARGEST_MICRO_BATCH, PAYS
 from shardscope.planner.memory_needs import fits
+from shardscope.planner.repairs.savings import find_savings
 from shardscope.planner.repairs.single_changes import OFFLOADS
 
 H100 = "h100-sxm-80gb"
@@ -537,3 +538,18 @@ def test_a_missing_peak_is_named_if_no_time_is_predicted() -> None:
     assert "No time is predicted" in advice.why
     assert "FLOP/s of this device are unknown. Fix: ss.calibrate()." in advice.why
     assert len(advice.alternatives) <= 2
+
+
+def test_a_tight_plan_is_offered_the_setting_that_the_memory_view_offers() -> None:
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"],
+        ss.Cluster.parse("8xh100-sxm-80gb"),
+        ss.Recipe(seq_len=6144, global_batch_size=64),
+        ss.Layout.fsdp2(),
+    )
+    assert plan.memory().is_tight
+    savings = [saving.plan for saving in find_savings(plan, plan.memory())]
+    advice = recommend(plan.architecture, plan.cluster, plan.recipe, current=plan)
+    first, words = advice.alternatives[0]
+    assert first in savings and "current plan" in words and "faster" in words
+    assert not first.memory().is_tight

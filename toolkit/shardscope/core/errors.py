@@ -137,6 +137,10 @@ def _split_fields(field: str) -> list[str]:
     return [re.match(r"\w*", name.rpartition(".")[2])[0] for name in names]  # type: ignore[index]
 
 
+class OverridableError(FieldError):
+    """Error of a check that ``ss.launch(..., force=True)`` skips: what it found may be no obstacle."""
+
+
 def refuse(field: str, value: object, allowed: str, fix: Fix, problem: str = "") -> NoReturn:
     """Raise :class:`FieldError` with ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix.
 

@@ -187,6 +187,11 @@ class Layout(Serializable):
         return tp
 
     @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What leaves the GPUs' memory, as text for the Studio: ``parameters on CPU``."""
+        return ()
+
+    @property
     def description(self) -> str:
         """The framework and this layout's distinctive options, as text for the Studio."""
         return self.title

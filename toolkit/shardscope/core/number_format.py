@@ -1,8 +1,46 @@
-"""Number formatting: GiB and KiB with three significant digits, counts with separators."""
+"""Number formatting: GiB, KiB and times with three significant digits, counts with separators."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Scale(NamedTuple):
+    """The common time unit of one report or of one column, so that its numbers line up."""
+
+    unit: str
+    factor: float
+
+    @classmethod
+    def for_seconds(cls, seconds: float) -> Scale:
+        """Return the unit that suits a step of ``seconds``."""
+        # Seconds from 10 s on and microseconds below 10 ms: three digits are then enough.
+        for unit, factor, least in (("s", 1.0, 10.0), ("ms", 1e3, 0.01)):
+            if seconds >= least:
+                return cls(unit, factor)
+        return cls("µs", 1e6)
+
+    @classmethod
+    def for_column(cls, column: Iterable[float]) -> Scale:
+        """Return the unit in which each of these seconds still shows a digit: that of the smallest."""
+        smallest = min((seconds for seconds in column if seconds > 0), default=0.0)
+        for unit, factor in (("s", 1.0), ("ms", 1e3)):
+            if smallest * factor >= 0.095:
+                return cls(unit, factor)
+        return cls("µs", 1e6)
+
+    def format(self, seconds: float) -> str:
+        """Format ``seconds`` without the unit: three significant digits, at most two decimals."""
+        if not seconds:
+            return "0"
+        value = seconds * self.factor
+        digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+        return f"{value:,.{digits}f}"
+
+    def format_with_unit(self, seconds: float) -> str:
+        """Format ``seconds`` with the unit: ``2,295 ms``."""
+        return f"{self.format(seconds)} {self.unit}"
 
 
 def format_gib(num_bytes: float) -> str:

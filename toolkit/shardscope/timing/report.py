@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.core.errors import check_choice, check_number
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import Scale, format_gib
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,14 +61,16 @@ class Communication(NamedTuple):
         """Seconds that the step waits for it."""
         return self.seconds - self.hidden_seconds
 
-    def describe(self) -> str:
-        """Return a one-line description.
+    def describe(self, scale: Scale) -> str:
+        """Return a one-line description, with times in the unit of ``scale``.
 
         For example ``all-gather of 12.3 GiB among 8 ranks over nvlink-4: 45.6 ms, 40.1 ms of it overlapped``.
         """
-        hidden = f", {format_seconds(self.hidden_seconds)} of it overlapped" if self.hidden_seconds else ""
+        hidden = (
+            f", {scale.format_with_unit(self.hidden_seconds)} of it overlapped" if self.hidden_seconds else ""
+        )
         called, moved = self.collective.replace("_", "-"), f"{format_gib(self.num_bytes)} GiB"
-        took = f"{format_seconds(self.seconds)}{hidden}"
+        took = f"{scale.format_with_unit(self.seconds)}{hidden}"
         return f"{called} of {moved} among {self.ranks:,} ranks over {self.link}: {took}"
 
     def add(self, other: Communication) -> Communication:
@@ -220,19 +222,26 @@ class StepReport:
         token_usd = self.cost_per_token
         return None if token_usd is None else self._check_num_tokens(num_tokens) * token_usd
 
-    def explain(self, name: str) -> str:
+    @property
+    def scale(self) -> Scale:
+        """The unit in which this report shows all of its times."""
+        return Scale.for_seconds(self.seconds)
+
+    def explain(self, name: str, scale: Scale | None = None) -> str:
         """Return the formula of a part, with its numbers and its source.
 
+        Times are in the unit of ``scale``, by default :attr:`scale`.
         Raises ``ValueError`` for a name that is not in ``PARTS``.
         """
         part: Part = check_choice("part", name, PARTS)
         exposed, hidden = self.parts[part], self.hidden[part]
-        overlapped = f", {format_seconds(hidden)} more overlapped with arithmetic" if hidden else ""
+        show = (scale or self.scale).format_with_unit
+        overlapped = f", {show(hidden)} more overlapped with arithmetic" if hidden else ""
         formula = f" = {self.words(part)}" if self.words else ""
-        calls = "".join(f"; {one.describe()}" for one in self.sent if one.part == part)
+        calls = "".join(f"; {one.describe(scale or self.scale)}" for one in self.sent if one.part == part)
         copies = self.staged.get(part)
-        staged = f"; staged in its own memory: {format_seconds(copies)}" if copies else ""
-        return f"{name}, {format_seconds(exposed)}{overlapped}{formula}{calls}{staged}"
+        staged = f"; staged in its own memory: {show(copies)}" if copies else ""
+        return f"{name}, {show(exposed)}{overlapped}{formula}{calls}{staged}"
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per part: exposed and hidden seconds, and the share of the step."""
@@ -251,16 +260,18 @@ class StepReport:
 
     def to_html(self) -> str:
         """Return the parts as a plain HTML table, without scripts."""
+        scale = self.scale
         rows = "".join(
             f"<tr><th scope='row' style='text-align:left'>{name.replace('_', ' ')}</th>"
-            f"<td style='text-align:right'>{format_seconds(self.parts[name])}</td>"
-            f"<td style='text-align:right'>{format_seconds(self.hidden[name])}</td>"
+            f"<td style='text-align:right'>{scale.format(self.parts[name])}</td>"
+            f"<td style='text-align:right'>{scale.format(self.hidden[name])}</td>"
             f"<td style='text-align:right'>{100 * self.parts[name] / self.seconds:.0f} %</td></tr>"
             for name in PARTS
         )
         return (
-            f"<table><caption>{self._summary()}</caption><thead><tr><th>part</th><th>exposed</th>"
-            f"<th>overlapped</th><th>share</th></tr></thead><tbody>{rows}</tbody></table>{self._render_source()}"
+            f"<table><caption>{self._summary()}</caption><thead><tr><th>part</th>"
+            f"<th>exposed, {scale.unit}</th><th>overlapped, {scale.unit}</th><th>share</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>{self._render_source()}"
         )
 
     def _render_source(self) -> str:

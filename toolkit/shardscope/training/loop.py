@@ -114,8 +114,8 @@ def train(
                 # Before any save: it would be of weights that are no numbers, and delete older checkpoints.
                 kept = checkpoints.finish()
                 raise RuntimeError(
-                    f"{problem} of step {step} is not finite. The run stops here, and nothing is saved of "
-                    f"these weights; {kept}. A lower learning_rate usually helps"
+                    f"{problem} of step {step + 1:,} is not finite. The run stops here, and nothing is saved "
+                    f"of these weights; {kept}. A lower learning_rate usually helps"
                 )
             recorder.count_step()
             snapshot.count_step()

@@ -12,9 +12,9 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.core.errors import OverridableError
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import assess_plan
-from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets.finetune.form import WRONG, FinetuneForm, render_summary
 from shardscope_widgets.finetune.launch_place import LaunchPlace
 from shardscope_widgets.finetune.run_and_chat import RunAndChat
@@ -200,16 +200,19 @@ class FinetuneView(View):
 
     def _show_result(self, result: ss.Run | Exception) -> None:
         """Show the run that was launched, or why none was."""
+        if self.comm is None:  # The view was closed meanwhile; the run goes on.
+            return
         was_submitted, self._submitting = bool(self._submitting), ""
+        can_override = isinstance(result, OverridableError)
         if not isinstance(result, Exception):
             self.run = result
             self._loop = find_running_loop()
             self.outcome.watch(result)
-        elif isinstance(result, ValueError) and not was_submitted and not _is_optional(result):
+        elif isinstance(result, ValueError) and not was_submitted and not can_override:
             self.notice.show_message(WRONG, is_error=True)
             self.form.show_error(result)
         else:
-            actions = {"Launch anyway": lambda: self.launch(force=True)} if _is_optional(result) else {}
+            actions = {"Launch anyway": lambda: self.launch(force=True)} if can_override else {}
             self.notice.show_message(str(result) or type(result).__name__, actions, is_error=True)
         self._show_button()
 
@@ -218,12 +221,8 @@ class FinetuneView(View):
         if measured.tensor_bytes:
             self._measured = (run.plan, measured)
         # Everything is drawn in the kernel's own thread.
-        call_in_loop(self._loop, self.form.update)
+        call_in_loop(self._loop, self._update_form)
 
-
-def _is_optional(error: Exception) -> bool:
-    """Return whether ``launch(force=True)`` skips the check that has failed.
-
-    The check that the nodes see the run folder may be wrong: a local one can be exported to them.
-    """
-    return isinstance(error, TooLittleFreeError) or getattr(error, "field", "") == "launch.folder"
+    def _update_form(self) -> None:
+        if self.comm is not None:  # Otherwise the view was closed.
+            self.form.update()

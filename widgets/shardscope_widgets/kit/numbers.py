@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardscope.core.errors import Value, check_number, refuse
@@ -70,7 +71,7 @@ def parse_tokens(text: str) -> float:
 
 
 class Unit(NamedTuple):
-    """The unit of memory sizes: GiB, or MiB for the tiny models of rehearsals."""
+    """The unit of memory sizes: GiB, or a smaller one for the tiny models of rehearsals."""
 
     name: str
     num_bytes: int
@@ -80,33 +81,18 @@ class Unit(NamedTuple):
         """Return the unit that suits ``num_bytes``."""
         return cls("MiB", 2**20) if 0 < num_bytes < 2**28 else cls("GiB", 2**30)
 
+    @classmethod
+    def for_column(cls, column: Iterable[float]) -> Unit:
+        """Return the unit in which each of these sizes still shows a digit: that of the smallest."""
+        smallest = min((num_bytes for num_bytes in column if num_bytes > 0), default=0.0)
+        for name, size in (("GiB", 2**30), ("MiB", 2**20)):
+            if smallest >= 0.095 * size:
+                return cls(name, size)
+        return cls("KiB", 2**10)
+
     def format(self, num_bytes: float) -> str:
         """Format ``num_bytes`` in this unit with two decimals."""
         return f"{num_bytes / self.num_bytes:,.2f}"
-
-
-class Scale(NamedTuple):
-    """The common time unit of one report, so that its numbers line up."""
-
-    unit: str
-    factor: float
-
-    @classmethod
-    def for_seconds(cls, seconds: float) -> Scale:
-        """Return the unit that suits a step of ``seconds``."""
-        # Seconds from 10 s on and microseconds below 10 ms: three digits are then enough.
-        for unit, factor, least in (("s", 1.0, 10.0), ("ms", 1e3, 0.01)):
-            if seconds >= least:
-                return cls(unit, factor)
-        return cls("µs", 1e6)
-
-    def format(self, seconds: float) -> str:
-        """Format ``seconds`` without the unit: three significant digits, at most two decimals."""
-        if not seconds:
-            return "0"
-        value = seconds * self.factor
-        digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-        return f"{value:,.{digits}f}"
 
 
 def format_size(num_bytes: float) -> str:

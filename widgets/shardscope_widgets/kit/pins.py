@@ -11,11 +11,15 @@ import shardscope as ss
 from shardscope.planner.differences import Difference, find_differences
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import IgnoredError
-from shardscope_widgets.kit.display_names import describe_devices, format_name
+from shardscope_widgets.kit.display_names import describe_devices, format_name, name_model
 
 PIN = "Pin for comparison"
 UNPIN = "Unpin"
 SAME = "this plan"
+IN_NAME = ("model", "GPUs", "framework")
+"""Differences that the name of a whole plan includes."""
+MAX_NAMED = 2
+"""Differences that a pin's name may have."""
 LABEL_CHARACTERS = 14
 """Characters per line of a chart row's label."""
 SHORT_FIELDS = {
@@ -32,9 +36,9 @@ class PinName(NamedTuple):
     """The name of a pinned plan: how it differs from the current plan."""
 
     short: str
-    """The first difference and the number of others: ``recompute none, +2``."""
+    """One or two differences, or else model and framework: ``recompute none``, ``Llama 3.1 8B, FSDP2``."""
     full: str
-    """All differences."""
+    """Model, GPUs and framework, then all other differences."""
 
 
 def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
@@ -52,13 +56,22 @@ def _name_pin(changes: Sequence[Difference], pin: ss.Plan) -> PinName:
     if not changes:
         return PinName(SAME, "same as the current plan")
     values = [_describe_value(difference, pin) for difference in changes]
-    more = f", +{len(values) - 1}" if len(values) > 1 else ""
-    return PinName(values[0] + more, ", ".join(values))
+    plan = f"{name_model(pin.architecture)} on {describe_devices(pin.cluster)} with {pin.layout.description}"
+    fields = [difference.field for difference in changes]
+    options = [value for field, value in zip(fields, values, strict=True) if field not in IN_NAME]
+    full = f"{plan}: {', '.join(options)}" if options else plan
+    # Many differences of one model under one framework: the first two, because those names would not differ.
+    if len(values) <= MAX_NAMED or set(fields).isdisjoint(("model", "framework")):
+        more = ", …" if len(values) > MAX_NAMED else ""
+        return PinName(", ".join(values[:MAX_NAMED]) + more, full)
+    return PinName(f"{name_model(pin.architecture)}, {pin.layout.description}", full)
 
 
 def _describe_value(difference: Difference, pin: ss.Plan) -> str:
     """Return the value of the pinned plan: ``recompute none``, ``FSDP2``, ``Llama 3.1 8B``."""
     value = difference.after
+    if difference.field.startswith("offload"):
+        return ", ".join(pin.layout.offloaded) or "nothing on CPU"
     if difference.field == "framework":
         return str(value)
     if difference.field == "model":

@@ -12,7 +12,8 @@ from shardscope.rehearsal.extent import estimate_seconds
 from shardscope_widgets.kit.background_work import Progress, WorkPanel, describe_duration
 
 TIMEOUT_SECONDS = 600.0
-LABEL = "Check memory without GPUs"
+LABEL, LABEL_ON_CPU = "Check memory without GPUs", "Check memory without a run"
+"""Label of the button for a plan of GPUs, and of CPU ranks."""
 
 
 class RehearsePanel(WorkPanel):
@@ -38,8 +39,10 @@ class RehearsePanel(WorkPanel):
     def set_plan(self, plan: ss.Plan) -> None:
         """Set the plan to check, and show the expected duration in the tooltip."""
         changed, self._plan = plan != self._plan, plan
+        self.button.description = LABEL if plan.on_gpu else LABEL_ON_CPU
+        without = "GPUs and without the memory" if plan.on_gpu else "the memory"
         self.button.tooltip = (
-            "Run the framework's own code on fake tensors, without GPUs and without the memory: "
+            f"Run the framework's own code on fake tensors, without {without}: "
             f"{describe_duration(self._estimate_seconds(plan))} on an idle machine"
         )
         if changed and not self.is_busy:

@@ -327,9 +327,9 @@ def _describe_ranks(
 def _summarize_layout(
     layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe
 ) -> str:
-    """Return ``FSDP2, shard 8`` or ``Megatron-core, tp 8, pp 4``."""
+    """Return ``FSDP2, shard 8, training state on CPU`` or ``Megatron-core, tp 8, pp 4``."""
     degrees = layout.compute_degrees(architecture, cluster, recipe)
     is_split = max(degrees.tp, degrees.pp, degrees.cp) > 1
     names = ("tp", "pp", "cp", "ep") if is_split else ("shard", "replicate")
     parts = [f"{name} {getattr(degrees, name)}" for name in names if getattr(degrees, name, 1) > 1]
-    return ", ".join([layout.title, *parts])
+    return ", ".join([layout.title, *parts, *layout.offloaded])

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import shardscope as ss
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import Scale, format_gib
 from shardscope.planner.search.nearest_misses import describe_other_recipe
 from shardscope_widgets.kit.display_names import name_rate_unit
-from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, keep_units
+from shardscope_widgets.kit.numbers import format_dollars, format_short, keep_units
 from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
 from shardscope_widgets.plans.feasibility import why_not_launched, why_unknown
 from shardscope_widgets.plans.ranking_rows import Indices, build_signs, is_row
@@ -117,7 +117,7 @@ def describe_layout(layout: ss.Layout) -> str:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         # A number whose "none" is a value as well, such as ZeRO's stage, is always shown.
         is_shown = is_number and values is not None and None not in values
-        if value is None or (value == getattr(plain, name) and not is_shown):
+        if value is None or (value == getattr(plain, name) and not is_shown) or name.startswith("offload"):
             continue
         if is_number:
             numbers.append(f"{name} {value}")
@@ -125,7 +125,7 @@ def describe_layout(layout: ss.Layout) -> str:
             switches.append(
                 f"{LABELS.get(name, name).lower()} {VALUE_LABELS.get(name, {}).get(value, value)}"
             )
-    return ", ".join([" ".join([layout.title, *numbers]), *switches])
+    return ", ".join([" ".join([layout.title, *numbers]), *switches, *layout.offloaded])
 
 
 def plain_sequence(layout: ss.Layout) -> bool:

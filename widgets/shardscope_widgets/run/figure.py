@@ -172,7 +172,8 @@ class RunFigure:
         step, rank = record.get("step"), record.get("rank")
         if not (is_number(step) and isfinite(step) and is_number(rank) and 0 <= rank < self._num_ranks):
             return None
-        return Sample(step, int(rank), record)
+        # Logged steps count from 0, the user's from 1: the last of 40 steps is step 40.
+        return Sample(step + 1, int(rank), record)
 
     def _add_points(self, samples: Iterable[Sample], by: str, first_values: Mapping[str, float]) -> None:
         """Extend the lines of all charts whose horizontal axis is ``by``, and redraw these lines."""
@@ -347,7 +348,7 @@ class RunFigure:
 
 def _find_last_step(total_steps: int | None) -> float:
     """Return the number of a run's last step, at least 1; infinity if it is not known."""
-    return max(total_steps - 1.0, 1.0) if total_steps else float("inf")
+    return max(float(total_steps), 1.0) if total_steps else float("inf")
 
 
 def _find_axes(layout: go.Layout, slot: int) -> tuple[go.layout.XAxis, go.layout.YAxis]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import TypeGuard
 
-from shardscope_widgets.kit.numbers import Scale, Unit, format_short, format_three_digits
+from shardscope.core.number_format import Scale
+from shardscope_widgets.kit.numbers import Unit, format_short, format_three_digits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 import shardscope as ss
+from shardscope.core.number_format import Scale
 from shardscope.records.follow import Follow
 from shardscope.records.nodes import RunNode
 from shardscope.runs.explain.memory_by_rank import RankMemory
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope.runs.watch.pace import EVEN_EXCESS, SlowestNode, SlowestRank
 from shardscope_widgets.kit.display_names import describe_plan
-from shardscope_widgets.kit.numbers import Scale, Unit
+from shardscope_widgets.kit.numbers import Unit
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.run.figure import MAX_LINES
 from shardscope_widgets.run.panels import Panel, is_number
@@ -373,4 +374,5 @@ def _find_colour(name: str) -> str:
 
 
 def _format_step(value: object) -> str:
-    return f"{value:,}" if is_number(value) else "–"
+    # Logged steps count from 0, the user's from 1.
+    return f"{value + 1:,}" if is_number(value) else "–"

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from html import escape
 
 import shardscope as ss
+from shardscope.core.number_format import Scale
 from shardscope.prediction.roofline import LayerRoofline, change_batch, compute_roofline
 from shardscope.timing.operators import OperatorCost
 from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import format_name
-from shardscope_widgets.kit.numbers import format_size, format_three_digits, keep_units
+from shardscope_widgets.kit.numbers import Unit, format_three_digits
 from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart
 from shardscope_widgets.teach.stepped_view import SteppedView
 from shardscope_widgets.teach.teaching_view import write_heading
@@ -256,26 +257,28 @@ def _write_words(shown: LayerRoofline) -> str:
 
 
 def _render_table(shown: LayerRoofline) -> str:
-    rows = "".join(_render_row(shown, one) for one in shown.operators)
+    scale = Scale.for_column(one.seconds for one in shown.operators)
+    unit = Unit.for_column(one.num_bytes for one in shown.operators)
+    rows = "".join(_render_row(shown, one, scale, unit) for one in shown.operators)
     recipe = shown.plan.recipe
     return (
         "<div class='ss-scroll' tabindex='0'>"
         f"<table class='ss-table'><caption>Micro-batches of {recipe.micro_batch_size} × {recipe.seq_len:,} "
         "tokens</caption><thead><tr><th scope='col'>operator</th><th scope='col'>GFLOP</th>"
-        "<th scope='col'>bytes</th><th scope='col'>FLOP per byte</th>"
-        "<th scope='col'>attainable TFLOP/s</th><th scope='col'>predicted</th><th scope='col'>time</th></tr>"
-        f"</thead><tbody>{rows}</tbody></table></div>"
+        f"<th scope='col'>{unit.name} moved</th><th scope='col'>FLOP per byte</th>"
+        "<th scope='col'>attainable TFLOP/s</th><th scope='col'>predicted</th>"
+        f"<th scope='col'>time, {scale.unit}</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 
-def _render_row(shown: LayerRoofline, one: OperatorCost) -> str:
+def _render_row(shown: LayerRoofline, one: OperatorCost, scale: Scale, unit: Unit) -> str:
     numbers = (
         format_three_digits(one.flops / 1e9),
-        format_size(one.num_bytes),
+        format_three_digits(one.num_bytes / unit.num_bytes),
         format_three_digits(one.flops / one.num_bytes),
         format_three_digits(shown.compute_attainable(one) / 1e12),
         format_three_digits(one.flops / one.seconds / 1e12),
-        keep_units(format_seconds(one.seconds)),
+        scale.format(one.seconds),
     )
     cells = "".join(f"<td>{number}</td>" for number in numbers)
     return f"<tr><th scope='row'>{escape(one.name)}</th>{cells}</tr>"

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import Scale, format_gib
 from shardscope.memory.report import COMPONENTS
 from shardscope.prediction.schedule import Block, BlockKind, PipelineSchedule
 from shardscope.timing.report import format_seconds
-from shardscope_widgets.kit.numbers import Scale, Unit, format_three_digits
+from shardscope_widgets.kit.numbers import Unit, format_three_digits
 from shardscope_widgets.kit.theme import BLOCK_COLOURS, COMPONENT_COLOURS, COMPONENT_PATTERNS, FONT
 from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart
 

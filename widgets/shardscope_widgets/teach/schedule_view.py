@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 import shardscope as ss
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import Scale, format_gib
 from shardscope.memory.report import COMPONENTS
 from shardscope.prediction.schedule import SIMULATED, PipelineSchedule, compute_schedule
 from shardscope.timing.pipeline import NAMES, Schedule, find_schedule
@@ -158,10 +158,15 @@ def _render_table(shown: PipelineSchedule) -> str:
     if shown.num_stages == 1:
         return ""
     stages = shown.plan.memory().by_stage
+    waits = [
+        sum(block.seconds for block in shown.get_stage(stage) if block.kind == "bubble")
+        for stage in range(shown.num_stages)
+    ]
+    scale = Scale.for_column(waits)
     rows = "".join(
         f"<tr><th scope='row'>{stage}</th><td>{stages[stage].num_layers}</td>"
-        f"<td>{format_seconds(sum(b.seconds for b in shown.get_stage(stage) if b.kind == 'bubble'))}</td>"
-        f"<td>{shown.most_in_flight[stage]}</td><td>{format_gib(stages[stage].peak_bytes)} GiB</td></tr>"
+        f"<td>{scale.format(waits[stage])}</td>"
+        f"<td>{shown.most_in_flight[stage]}</td><td>{format_gib(stages[stage].peak_bytes)}</td></tr>"
         for stage in range(shown.num_stages)
     )
     held = "chunks" if shown.num_chunks > 1 else "micro-batches"
@@ -170,6 +175,6 @@ def _render_table(shown: PipelineSchedule) -> str:
     return (
         "<div class='ss-scroll' tabindex='0'>"
         f"<table class='ss-table'><thead><tr><th scope='col'>stage</th><th scope='col'>layers</th>"
-        f"<th scope='col'>waits</th><th scope='col'>most {held} in flight</th>"
-        f"<th scope='col'>peak memory{escape(note)}</th></tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<th scope='col'>waits, {scale.unit}</th><th scope='col'>most {held} in flight</th>"
+        f"<th scope='col'>peak memory, GiB{escape(note)}</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )

@@ -8,10 +8,10 @@ from textwrap import wrap
 
 import plotly.graph_objects as go
 
-from shardscope.timing.report import PARTS, Part, StepReport, format_seconds
+from shardscope.core.number_format import Scale
+from shardscope.timing.report import PARTS, Part, StepReport
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.display_names import format_part
-from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.pins import wrap_label
 from shardscope_widgets.kit.theme import FONT, MEASURED_COLOUR, PART_COLOURS, PART_PATTERNS
 from shardscope_widgets.time.rows import ShownStep
@@ -136,12 +136,12 @@ def _build_part_bars(shown: ShownStep, name: Part) -> dict[str, object]:
     scale = shown.scale
     bars: list[tuple[str, float, str, float]] = []
     if shown.report is not None:
-        tooltip = _write_part_tooltip(shown.report, name)
+        tooltip = _write_part_tooltip(shown.report, name, scale)
         bars.append(("predicted", shown.report.parts[name], tooltip, 1.0))
         bars.append(("overlapped", shown.report.hidden[name], tooltip, OVERLAPPED_OPACITY))
     for index, pin in enumerate(shown.pins):
         if pin.step.report is not None:
-            tooltip = f"<b>{escape(pin.name.full)}</b><br>{_write_part_tooltip(pin.step.report, name)}"
+            tooltip = f"<b>{escape(pin.name.full)}</b><br>{_write_part_tooltip(pin.step.report, name, scale)}"
             bars.append((f"pin {index}", pin.step.report.parts[name], tooltip, 1.0))
     return {
         "y": [key for key, *_ in bars],
@@ -152,9 +152,9 @@ def _build_part_bars(shown: ShownStep, name: Part) -> dict[str, object]:
     }
 
 
-def _write_part_tooltip(report: StepReport, name: Part) -> str:
+def _write_part_tooltip(report: StepReport, name: Part, scale: Scale) -> str:
     # explain() begins with the part's Python name.
-    text = format_part(name) + report.explain(name).removeprefix(name)
+    text = format_part(name) + report.explain(name, scale).removeprefix(name)
     # plotly's tooltips do not wrap; a word such as all-gather stays in one piece.
     return "<br>".join(wrap(escape(text), 72, break_on_hyphens=False))
 
@@ -188,7 +188,7 @@ def _build_notes(shown: ShownStep) -> list[dict[str, object]]:
 
 
 def _format_total(scale: Scale, seconds: float, is_part: bool) -> str:
-    text = f"{scale.format(seconds)} {scale.unit}"
+    text = scale.format_with_unit(seconds)
     return text if is_part else f"<b>{text}</b>"
 
 
@@ -202,5 +202,6 @@ def _write_measured_tooltip(shown: ShownStep) -> str:
     measured = shown.measured
     if measured is None:
         return ""
-    tooltip = f"measured: {format_seconds(measured.seconds)}, the median of {measured.num_steps:,} steps"
-    return tooltip + (f"<br>predicted: {format_seconds(shown.report.seconds)}" if shown.report else "")
+    show = shown.scale.format_with_unit
+    tooltip = f"measured: {show(measured.seconds)}, the median of {measured.num_steps:,} steps"
+    return tooltip + (f"<br>predicted: {show(shown.report.seconds)}" if shown.report else "")

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
+from shardscope.core.number_format import Scale
 from shardscope.planner.verdict import assess_plan
 from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.measured_step import read_latest_records
 from shardscope.timing.calibration.finished_runs import compute_median_step, find_residual
 from shardscope.timing.report import StepReport
-from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.pins import PinName, name_pins
 
 

@@ -8,10 +8,10 @@ from html import escape
 from typing import NamedTuple
 
 from shardscope.core.cluster import name_device
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import Scale, format_gib
 from shardscope.timing.report import PARTS, StepReport
 from shardscope_widgets.kit.display_names import count_devices, format_name, format_part, name_rate_unit
-from shardscope_widgets.kit.numbers import Scale, format_dollars, format_short, format_three_digits
+from shardscope_widgets.kit.numbers import format_dollars, format_short, format_three_digits
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, add_sign, render_part_table
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
 from shardscope_widgets.time.rows import PlanStep, ShownStep, describe_residual
@@ -229,7 +229,7 @@ def render_part_rows(shown: ShownStep) -> str:
                 add_sign(current - seconds, scale.format(abs(current - seconds))),
             ]
         # "name = formula"; the row already shows the name.
-        why = report.explain(name).partition(" = ")[2] or "no time in this plan"
+        why = report.explain(name, scale).partition(" = ")[2] or "no time in this plan"
         rows.append(PartRow(name, format_part(name), cells, f"<p>{escape(why)}</p>", render_swatch(name)))
     nothing = f"<div class='ss-hint'>No time in this plan: {', '.join(idle)}.</div>" if idle else ""
     table = render_part_table(f"{scale.unit}, of one step", columns, rows)

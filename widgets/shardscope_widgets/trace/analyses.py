@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from shardscope.core.number_format import format_count
+from shardscope.core.number_format import Scale, format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.collectives import KINDS as COLLECTIVE_KINDS
-from shardscope.trace.analysis.collectives import Collectives, list_step_seconds
+from shardscope.trace.analysis.collectives import AxisRow, CollectiveRow, Collectives, list_step_seconds
 from shardscope.trace.analysis.critical_path import CriticalPath
 from shardscope.trace.analysis.stragglers import SIGNIFICANCE, format_chance
-from shardscope_widgets.kit.numbers import Scale, format_three_digits
+from shardscope_widgets.kit.numbers import Unit, format_three_digits
 from shardscope_widgets.trace.analysis_page import (
     MAX_ROWS,
     NONE,
@@ -120,6 +120,11 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
     groups.sort(key=lambda group: -sum(row["total_seconds"] for row in group[1]))
     scale = Scale.for_seconds(sum(row["total_seconds"] for row in groups[0][1]) / num_parts)
     shown = [row for _, group in groups[:MAX_ROWS] for row in group]
+    means = [
+        sum(row["total_seconds"] for row in group) / max(sum(row["num_calls"] for row in group), 1)
+        for _, group in groups
+    ]
+    mean_scale = Scale.for_column(means[:MAX_ROWS])
     has_flops = any(row["tflops"] is not None for row in shown)
     has_bytes = any(row["bytes_per_second"] is not None for row in shown)
     has_occupancy = any(row["occupancy"] is not None for row in shown)
@@ -139,7 +144,7 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
             f"{name_total(trace)}, {scale.unit}",
             "mean over ranks" + ("" if on_gpu else ", without what it calls"),
         ),
-        Heading("mean"),
+        Heading(f"mean, {mean_scale.unit}", "of one call"),
         Heading("share", "share of all kernel time"),
     ]
     headings += [Heading("TFLOP/s")] * has_flops + [Heading("GB/s")] * has_bytes
@@ -147,7 +152,7 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
     headings += [Heading("SMs used", "share of multiprocessors that have a block")] * has_efficiency
     writer = TableWriter()
     rows = []
-    for (name, kind), group in groups:
+    for ((name, kind), group), mean in zip(groups, means, strict=True):
         seconds = sum(row["total_seconds"] for row in group)
         calls = sum(row["num_calls"] for row in group)
         longest = max(group, key=lambda row: row["longest_seconds"])
@@ -157,7 +162,7 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
             _name_kind(kind),
             _format_calls(calls / num_parts),
             scale.format(seconds / num_parts),
-            format_seconds(seconds / max(calls, 1)),
+            mean_scale.format(mean),
             _format_share(seconds / total if total else 0.0),
         ]
         if has_flops:
@@ -220,18 +225,19 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
     scale = Scale.for_seconds(max(row["seconds"] for row in rows))
     writer = TableWriter()
     written = []
-    for row in rows:
-        calls = [one for one in collectives if (one["axis"], one["kind"]) == (row["axis"], row["kind"])]
+    sizes = [_compute_mean_size(collectives, row) for row in rows]
+    unit = Unit.for_column(size for size in sizes if size is not None)
+    for row, size in zip(rows, sizes, strict=True):
+        calls = _select_calls(collectives, row)
         longest = max(calls, key=lambda one: one["exposed_seconds"])
         start = longest["start_seconds"]
-        sizes = [one["num_bytes"] for one in calls if one["num_bytes"] is not None]
         bandwidth = row["bus_bandwidth"]
         written.append(
             Row(
                 (
                     _name_kind(row["kind"]) + (f" of {row['axis']}" if row["axis"] else ""),
                     _format_calls(row["num_calls"]),
-                    _format_bytes(sum(sizes) / len(sizes)) if sizes else NONE,
+                    NONE if size is None else format_three_digits(size / unit.num_bytes),
                     scale.format(row["seconds"]),
                     NONE if row["skew_seconds"] is None else scale.format(row["skew_seconds"]),
                     NONE if row["transfer_seconds"] is None else scale.format(row["transfer_seconds"]),
@@ -244,7 +250,7 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
     headings = (
         Heading("collective"),
         Heading("calls a step" if has_steps(trace) else "calls"),
-        Heading("mean size"),
+        Heading(f"mean size, {unit.name}", "of one call"),
         Heading(f"{name_total(trace)}, {scale.unit}", "mean over ranks"),
         Heading("waiting", "time before the last rank arrived, mean over ranks"),
         Heading("transfer", "the shortest duration of all ranks"),
@@ -262,6 +268,16 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
     return AnalysisPage(
         sentences=sentences, tables=[writer.write(headings, written)], intervals=writer.intervals
     )
+
+
+def _select_calls(collectives: Collectives, row: AxisRow) -> list[CollectiveRow]:
+    """Return the calls that ``row`` sums up: those of its kind over its mesh axis."""
+    return [one for one in collectives if (one["axis"], one["kind"]) == (row["axis"], row["kind"])]
+
+
+def _compute_mean_size(collectives: Collectives, row: AxisRow) -> float | None:
+    sizes = [one["num_bytes"] for one in _select_calls(collectives, row) if one["num_bytes"] is not None]
+    return sum(sizes) / len(sizes) if sizes else None
 
 
 def _describe_what_if(trace: Trace, collectives: Collectives, axis: str) -> str:
@@ -290,6 +306,7 @@ def describe_idle(trace: Trace) -> AnalysisPage:
         return AnalysisPage(sentences=["No rank was idle during the recording."])
     counts = {rank: num_steps for rank, (_, num_steps) in list_step_seconds(trace).items()}
     scale = Scale.for_seconds(max(row["seconds"] / counts[row["rank"]] for row in idle))
+    gap_scale = Scale.for_column(row["end_seconds"] - row["start_seconds"] for row in idle[:MAX_ROWS])
     writer = TableWriter()
     rows = [
         Row(
@@ -297,7 +314,7 @@ def describe_idle(trace: Trace) -> AnalysisPage:
                 f"{row['cause']}, rank {row['rank']}",
                 scale.format(row["seconds"] / counts[row["rank"]]),
                 _format_share(row["share"]),
-                format_seconds(row["end_seconds"] - row["start_seconds"]),
+                gap_scale.format(row["end_seconds"] - row["start_seconds"]),
             ),
             _create_interval(row["start_seconds"], row["end_seconds"], row["rank"], row["track"]),
         )
@@ -307,7 +324,7 @@ def describe_idle(trace: Trace) -> AnalysisPage:
         Heading("idle time"),
         Heading(f"{name_total(trace)}, {scale.unit}"),
         Heading("share", "share of the rank's recording"),
-        Heading("longest gap"),
+        Heading(f"longest gap, {gap_scale.unit}"),
     )
     tables = [writer.write(headings, rows)]
     launches = trace.launches()
@@ -317,13 +334,15 @@ def describe_idle(trace: Trace) -> AnalysisPage:
     else:
         sentences.append(f"{NO_GPU}: host-bound is the time between operators, in Python and the dispatcher.")
     if launches:
+        # The medians decide: a longest delay is many times as long.
+        delay_scale = Scale.for_column(row["median_delay_seconds"] for row in launches[:MAX_ROWS])
         delays = [
             Row(
                 (
                     f"{row['track']}, rank {row['rank']}",
                     f"{row['num_launches']:,}",
-                    format_seconds(row["median_delay_seconds"]),
-                    format_seconds(row["max_delay_seconds"]),
+                    delay_scale.format(row["median_delay_seconds"]),
+                    delay_scale.format(row["max_delay_seconds"]),
                     f"{row['mean_queue_length']:,.1f}",
                     f"{row['max_queue_length']:,}",
                 ),
@@ -339,7 +358,7 @@ def describe_idle(trace: Trace) -> AnalysisPage:
         delay_headings = (
             Heading("stream"),
             Heading("launches"),
-            Heading("median delay", "from the launch to the begin of the work"),
+            Heading(f"median delay, {delay_scale.unit}", "from the launch to the begin of the work"),
             Heading("longest delay"),
             Heading("mean queue", "launched work that has not begun"),
             Heading("longest queue"),
@@ -405,6 +424,9 @@ def describe_critical_path(trace: Trace) -> AnalysisPage:
     ]
     totals.sort(key=lambda total: -total[2])
     scale = Scale.for_seconds(totals[0][2] / num_steps)
+    longest_scale = Scale.for_column(
+        max(path[number]["seconds"] for number in numbers) for _, numbers, _ in totals[:MAX_ROWS]
+    )
     writer = TableWriter()
     rows = []
     for (name, kind), numbers, seconds in totals:
@@ -418,7 +440,7 @@ def describe_critical_path(trace: Trace) -> AnalysisPage:
                     _format_calls(len(numbers) / num_steps),
                     scale.format(seconds / num_steps),
                     _format_share(seconds / path.seconds if path.seconds else 0.0),
-                    format_seconds(longest["seconds"]),
+                    longest_scale.format(longest["seconds"]),
                 ),
                 _create_interval(start, start + longest["seconds"], longest["rank"], longest["track"]),
             )
@@ -429,7 +451,7 @@ def describe_critical_path(trace: Trace) -> AnalysisPage:
         Heading("times a step" if has_steps(trace) else "times"),
         Heading(f"{name_total(trace)}, {scale.unit}"),
         Heading("share", "share of the path"),
-        Heading("longest"),
+        Heading(f"longest, {longest_scale.unit}", "the longest part"),
     )
     return AnalysisPage(
         sentences=[sentence],
@@ -502,10 +524,3 @@ def _format_share(share: float) -> str:
     if 0 < share < 0.0005:
         return "< 0.1 %"
     return f"{100 * share:.0f} %" if share >= 0.095 or not share else f"{100 * share:.1f} %"
-
-
-def _format_bytes(num_bytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{format_three_digits(num_bytes / size)} {unit}"
-    return f"{num_bytes:,.0f} B"

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
+from shardscope.core.number_format import Scale
 from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.breakdown import CAUSES
-from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.theme import PART_COLOURS
 from shardscope_widgets.trace.analysis_page import AnalysisPage, Heading, Interval, Row, TableWriter
 from shardscope_widgets.trace.stacked_bars import (

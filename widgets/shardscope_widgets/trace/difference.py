@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import shardscope as ss
+from shardscope.core.number_format import Scale
 from shardscope.runs.profiling_request import find_recording
 from shardscope.trace import Trace
-from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.part_table import add_sign
 from shardscope_widgets.trace.analysis_page import AnalysisPage, Heading, Row, TableWriter
 from shardscope_widgets.trace.run_names import describe_differences, name_run

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from shardscope_widgets.kit.numbers import Scale
+from shardscope.core.number_format import Scale
 from shardscope_widgets.kit.theme import FONT, PATTERN_CLASSES
 
 LEFT_PIXELS, RIGHT_PIXELS = 78, 72

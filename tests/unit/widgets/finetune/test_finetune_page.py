@@ -92,6 +92,19 @@ def test_a_change_on_the_left_is_kept_and_shown_on_the_tab(studio: Any) -> None:
     assert not on_the_left & set(page.form.settings.boxes)
 
 
+def test_the_plan_that_the_form_replaced_can_be_restored(studio: Any) -> None:
+    studio.recipe.seq_len.value = "2048"
+    before = studio.plan
+    fill(studio)
+    assert studio.plan.architecture != before.architecture
+    # A further change of the form does not change what Undo restores.
+    studio.finetune.form.inputs.method.value = "full"
+    assert wait_until(lambda: studio.plan.recipe.method == "full")
+    studio.notice.press_button("Undo")
+    assert studio.plan == before and studio.architecture.weights_folder is None
+    assert OTHER_MODEL in studio.finetune.notice.value and "Undo" not in studio.notice.value
+
+
 def test_another_model_on_the_left_is_not_trained_on_the_forms_data(studio: Any) -> None:
     fill(studio)
     studio.architecture.name.value = "llama-3.1-8b"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from fake_runs import FakeRun, record, wait_until
 from test_finetune_view import files, show
 
 import shardscope as ss
-from shardscope.core.errors import FieldError, Value
+from shardscope.core.errors import FieldError, OverridableError, Value
 from shardscope_widgets.finetune import finetune_view, launch_place
 from shardscope_widgets.pickers.schedulers import JobOption, Queue, Scheduler
 
@@ -127,7 +128,9 @@ def test_why_a_scheduler_refuses_is_shown(files: Path, queues: None, monkeypatch
 
     def launch(plan: ss.Plan, task: object, **more: Any) -> Any:
         launches.append(more)
-        raise FieldError("launch.folder", "/tmp/runs", "a folder that the nodes see", Value("/home/runs"))
+        raise OverridableError(
+            "launch.folder", "/tmp/runs", "a folder that the nodes see", Value("/home/runs")
+        )
 
     monkeypatch.setattr(finetune_view.ss, "launch", launch, raising=False)
     view = show_with_targets()
@@ -139,3 +142,27 @@ def test_why_a_scheduler_refuses_is_shown(files: Path, queues: None, monkeypatch
     view.launch(force=True)
     assert wait_until(lambda: len(launches) == 2) and launches[1]["force"] is True
     view.close()
+
+
+def test_a_job_submitted_while_the_view_is_closed_is_not_shown(
+    files: Path, queues: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_answer, answers = threading.Event(), []
+    monkeypatch.setattr(
+        finetune_view, "call_in_loop", lambda loop, show: answers.append(show)
+    )  # What the kernel's loop would run.
+
+    def launch(*args: object, **more: object) -> Any:
+        may_answer.wait(10)
+        return FakeRun([])
+
+    monkeypatch.setattr(finetune_view.ss, "launch", launch, raising=False)
+    view = show_with_targets()
+    view.place.target.choice.value = "Slurm: cpu"
+    wait_for_plan(view, "1xcpu")
+    view.button.click()
+    view.close()
+    may_answer.set()
+    assert wait_until(lambda: bool(answers))
+    answers[0]()
+    assert view.run is None and view.outcome.run_view is None

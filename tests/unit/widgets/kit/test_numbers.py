@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardscope.core.number_format import Scale
 from shardscope_widgets.kit.numbers import (
-    Scale,
+    Unit,
     format_dollars,
     format_duration,
     format_short,
@@ -95,3 +96,24 @@ def test_time_scale_keeps_three_significant_digits(seconds: float) -> None:
     scale = Scale.for_seconds(seconds)
     parsed = float(scale.format(seconds).replace(",", "")) / scale.factor
     assert parsed == pytest.approx(seconds, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit", "texts"),
+    [
+        ([32.1e-3, 57.8e-6], "µs", ["32,100", "57.8"]),
+        ([0.0064, 0.0451], "ms", ["6.40", "45.1"]),
+        ([3.86, 0.163, 0.0], "s", ["3.86", "0.16", "0"]),
+    ],
+)
+def test_a_column_has_one_unit_in_which_no_number_rounds_to_zero(
+    seconds: list[float], unit: str, texts: list[str]
+) -> None:
+    scale = Scale.for_column(seconds)
+    assert scale.unit == unit and [scale.format(one) for one in seconds] == texts
+
+
+def test_a_column_of_sizes_has_the_unit_of_the_smallest() -> None:
+    assert Unit.for_column([3 * 2**30, 2**20]).name == "MiB"
+    assert Unit.for_column([3 * 2**30, 2**29]).name == "GiB"
+    assert Unit.for_column([0, 512]).name == "KiB"

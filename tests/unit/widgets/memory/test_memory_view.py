@@ -24,6 +24,7 @@ from shardscope.rehearsal.extent import estimate_seconds
 from shardscope.runs.explain.measured import build_measured_memory
 from shardscope_widgets import MemoryView, Studio
 from shardscope_widgets.kit.background_work import DurationEstimate, describe_duration
+from shardscope_widgets.kit.pins import name_pins
 from shardscope_widgets.memory import fit_search, table
 from shardscope_widgets.memory import view as memory_view
 from shardscope_widgets.memory.repairs import describe_cost
@@ -189,16 +190,39 @@ def test_pinned_plans_are_bars_and_table_columns_with_differences() -> None:
     assert list(bars) == ["predicted", "pin 0", "pin 1"]
     assert sum(bars["pin 0"].values()) == pytest.approx(before.memory().peak_bytes / GIB)
     assert "micro-batch 1" in view.figure.layout.yaxis.ticktext[-2].replace("<br>", " ")
-    assert "title='pinned: micro-batch 1, recompute none'" in view.table.value, (
-        "the tooltip has the full description"
-    )
-    predicted, pinned = read_column(view, "predicted"), read_column(view, "micro-batch 1")
+    assert "FSDP2: micro-batch 1, recompute none'" in view.table.value, "the tooltip has the full description"
+    predicted, pinned = read_column(view, "predicted"), read_column(view, "micro-batch 1, recompute none")
     for name, number in read_column(view, "micro-batch 1", after=1).items():
         difference = float(number.replace("−", "-"))
         assert difference == pytest.approx(float(predicted[name]) - float(pinned[name]), abs=0.11), name
     view.show(before)
     assert "this plan" in view.figure.layout.yaxis.ticktext[-2], "pin labels follow the current plan"
     assert set(read_column(view, "this plan", after=1).values()) == {"0"}
+
+
+def test_a_pin_with_many_differences_is_named_by_model_and_framework() -> None:
+    pin = ss.Plan(
+        ss.models["llama-3.2-1b"],
+        ss.Cluster.parse("2xh100-sxm-80gb"),
+        ss.Recipe(seq_len=2048, micro_batch_size=2, recompute="full"),
+        ss.Layout.zero(stage=2),
+    )
+    (name,) = name_pins([pin], build_plan())
+    assert name.short == "Llama 3.2 1B, DeepSpeed ZeRO-2" and "+" not in name.full
+    assert "2 × H100 SXM 80 GB" in name.full and "sequence 2,048" in name.full
+    # Of the same model under the same framework, what differs is the name.
+    (name,) = name_pins([build_plan(recompute="full", seq_len=2048, micro_batch_size=2)], build_plan())
+    assert "micro-batch 2" in name.short and "FSDP2" not in name.short
+
+
+def test_the_check_without_gpus_is_named_so_for_gpus_only() -> None:
+    view = MemoryView(build_plan())
+    button = view.rehearse.button
+    assert "GPUs" in button.description
+    view.show(
+        ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(), ss.Layout.fsdp2())
+    )
+    assert "GPU" not in button.description + button.tooltip
 
 
 def find_pin_button(view: MemoryView) -> Any:

@@ -578,3 +578,18 @@ def test_advice_is_computed_in_the_background() -> None:
     advice = page.advice.advice
     assert advice is not None and advice.plan is not None
     assert advice.plan.architecture == MODEL
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ss.Layout.fsdp2(offload="cpu"), ss.Layout.zero(stage=3, offload_optimizer="nvme", offload_params="cpu")],
+)
+def test_offload_has_one_wording_in_the_table_the_heading_and_the_pickers(layout: ss.Layout) -> None:
+    assert layout.offloaded
+    for words in layout.offloaded:
+        assert words in describe_layout(layout) and words in layout.description
+    assert "offload" not in describe_layout(layout)
+    studio = Studio()
+    studio.apply(replace(studio.plan, layout=layout))
+    assert all(words in studio.layout_picker.answer for words in layout.offloaded)
+    studio.close()

@@ -100,6 +100,15 @@ def test_hover_and_table_explain_every_part() -> None:
             assert format_part(name) in text.partition("No time in this plan")[2]
 
 
+def test_all_times_of_the_view_have_one_unit() -> None:
+    view = StepView(build_plan())
+    assert view.report is not None and view.report.seconds > 1
+    texts = [strip_tags(view.table.value), strip_tags(view.figures.value)]
+    texts += [text for trace in view.figure.data for text in trace.customdata]
+    units = {unit for text in texts for unit in re.findall(r"\d (µs|ms|s)\b", text)}
+    assert units == {"ms"}
+
+
 def test_parts_have_unique_combinations_of_colour_and_pattern() -> None:
     styles = [(PART_COLOURS[name], PART_PATTERNS.get(name, "")) for name in PARTS]
     assert len(set(styles)) == len(PARTS)

@@ -322,6 +322,14 @@ def test_sums_are_those_of_a_step_and_say_which_rank_decides(tmp_path: Path) -> 
     assert "chance</th>" in table and "100 %" in table
 
 
+def test_units_are_in_headings_and_not_in_cells() -> None:
+    trace = Trace.load(RUNS / "fsdp2" / "traces")
+    for describe in (describe_kernels, describe_collectives, describe_idle, describe_critical_path):
+        page = describe(trace)
+        assert page.tables
+        assert not re.findall(r"<td>[\d.,]+ (?:µs|ms|s|[KMG]iB|B)</td>", "".join(page.tables))
+
+
 def test_tables_have_no_column_without_words_and_no_share_of_zero_for_some_time() -> None:
     trace = Trace.load(RUNS / "fsdp2" / "traces")
     assert not any(row["is_straggler"] for row in trace.stragglers())

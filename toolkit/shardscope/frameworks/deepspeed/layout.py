@@ -414,15 +414,20 @@ class ZeroLayout(Layout):
         return self.stage == 3
 
     @property
-    def description(self) -> str:
-        """Display name: the stage and the offload targets."""
+    def offloaded(self) -> tuple[str, ...]:
+        """See :class:`Layout`."""
         devices = {"cpu": "CPU", "nvme": "NVMe"}
-        offloaded = [
+        return tuple(
             f"{noun} on {devices[target]}"
             for noun, target in (("parameters", self.offload_params), ("optimizer", self.offload_optimizer))
             if target is not None
-        ]
-        return f"DeepSpeed ZeRO-{self.stage}" + (f" ({', '.join(offloaded)})" if offloaded else "")
+        )
+
+    @property
+    def description(self) -> str:
+        """Display name: the stage and the offload targets."""
+        notes = f" ({', '.join(self.offloaded)})" if self.offloaded else ""
+        return f"DeepSpeed ZeRO-{self.stage}{notes}"
 
 
 def get_layout(plan: Plan) -> ZeroLayout:

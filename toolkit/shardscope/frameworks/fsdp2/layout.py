@@ -226,13 +226,14 @@ class Fsdp2Layout(Layout):
         return self.tp > 1
 
     @property
+    def offloaded(self) -> tuple[str, ...]:
+        """See :class:`Layout`."""
+        return ("training state on CPU",) if self.offload == "cpu" else ()
+
+    @property
     def description(self) -> str:
         """Display name: "FSDP2", with a note for HSDP and for CPU offloading."""
-        notes = []
-        if self.replicate > 1:
-            notes.append("HSDP")
-        if self.offload == "cpu":
-            notes.append("training state on CPU")
+        notes = [*(["HSDP"] if self.replicate > 1 else []), *self.offloaded]
         return f"FSDP2 ({', '.join(notes)})" if notes else "FSDP2"
 
 

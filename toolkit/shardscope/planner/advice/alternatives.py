@@ -11,6 +11,7 @@ from shardscope.core.serialization import replace_fields
 from shardscope.planner.advice import descriptions, layout_ladder
 from shardscope.planner.advice.plan_evaluator import (
     PAYS,
+    WORTH_A_SETTING,
     EvaluatedPlan,
     PlanEvaluator,
     compute_state_bytes,
@@ -26,6 +27,7 @@ from shardscope.planner.advice.plans_from_search import (
     search_all_layouts,
 )
 from shardscope.planner.advice.size_questions import SPLIT
+from shardscope.planner.repairs.savings import find_savings
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
@@ -50,6 +52,8 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     if path.keeps_on_screen:  # The Memory view offers them for this plan too.
         alternatives += settings
         settings = []
+    else:
+        alternatives += _try_settings_on_screen(path, advised)
     # Then what is better in one respect: faster or leaner plans of the search over all layouts.
     from_search: list[tuple[Plan, str]] = []
     if path.ranking is not None:
@@ -97,6 +101,26 @@ def try_single_settings(path: QuestionPath, advised: EvaluatedPlan) -> list[tupl
             gain = describe_gain(f"{saving.change}, all else as it is", evaluated, advised)
             alternatives.append((evaluated.plan, gain))
     return alternatives
+
+
+def _try_settings_on_screen(path: QuestionPath, advised: EvaluatedPlan) -> list[tuple[Plan, str]]:
+    """Return the plan on screen with the setting that makes it fit with room and faster than ``advised``.
+
+    The Memory view offers it for the plan on screen: without it, the advice would contradict that view.
+    """
+    mine = path.on_screen
+    if mine is None or mine.seconds is None or not mine.fits:
+        return []
+    for saving in sorted(find_savings(mine.plan, mine.report), key=lambda saving: saving.seconds_lost):
+        evaluated = path.evaluator.evaluate_plan(saving.plan.layout, saving.plan.recipe)
+        if (
+            isinstance(evaluated, EvaluatedPlan)
+            and not evaluated.report.is_tight
+            and is_faster(evaluated, advised, WORTH_A_SETTING)
+        ):
+            gain = describe_gain(f"{saving.change} in the current plan", evaluated, advised)
+            return [(evaluated.plan, gain)]
+    return []
 
 
 def list_nearest_misses(path: QuestionPath) -> list[tuple[Plan, str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.catalog import gpus
-from shardscope.core.errors import Value, check_flag, find_nearest, refuse
+from shardscope.core.errors import OverridableError, Value, check_flag, find_nearest, refuse
 from shardscope.core.number_format import format_count
 from shardscope.runs.backends.node_process import list_addresses
 
@@ -149,7 +149,8 @@ def check_folder(parent: Path, pool: NodePool) -> None:
     others = [node.name for node in pool.nodes if not {node.address, node.host} & here]
     kind = find_file_system(parent)
     if others and kind in LOCAL_FILE_SYSTEMS:
-        refuse(
+        # A local file system can be exported to the nodes, which is not visible here.
+        raise OverridableError(
             "launch.folder",
             str(parent.absolute()),
             f"a folder on a file system that the nodes of {pool.title} share; this one is "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import FieldError
+from shardscope.core.errors import FieldError, OverridableError
 from shardscope.core.number_format import format_count, format_gib
 from shardscope.records.folder import FINAL
 
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 MAX_NAMED_PROCESSES = 3
 
 
-class TooLittleFreeError(FieldError):
-    """Error of a launch that needs more memory than a GPU, or the host of CPU ranks, has free.
-
-    ``ss.launch(..., force=True)`` launches anyway.
-    """
+class TooLittleFreeError(OverridableError):
+    """Error of a launch that needs more memory than a GPU, or the host of CPU ranks, has free."""
 
 
 def check_free_memory(plan: Plan, gpus: Sequence[GpuState], *, needs_peak: bool, other_runs: str = "") -> str:

@@ -107,7 +107,7 @@ def describe_hang(report: HangReport, name_node: Callable[[int], str] | None = N
     least, most = (end(report.steps.values(), default=0) for end in (min, max))
     first = [rank for rank, step in report.steps.items() if step == least] if least < most else []
     if first:
-        text += f"; {_list_ranks(first, name_node)} reached only step {least}, others step {most}"
+        text += f"; {_list_ranks(first, name_node)} reached only step {least + 1:,}, others step {most + 1:,}"
     elif report.waiting and len(report.waiting) < len(report.positions):
         first = [rank for rank in report.positions if rank not in report.waiting]
         text += f"; in a collective {'rank' if len(report.waiting) == 1 else 'ranks'} "

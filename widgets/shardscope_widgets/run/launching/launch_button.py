@@ -10,8 +10,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 import shardscope as ss
+from shardscope.core.errors import OverridableError
 from shardscope.memory.report import MemoryReport
-from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
@@ -133,8 +133,8 @@ class LaunchButton:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 run = ss.launch(plan, task, outlive_kernel=self._options.outlive.value, force=force)
-        # The only error that the user may override, by the "Launch anyway" button of the notice.
-        except TooLittleFreeError as error:
+        # The user may override it, by the "Launch anyway" button of the notice.
+        except OverridableError as error:
             self.busy = False
             self.free.read_in_background()
             self._on_error(error, lambda: self.launch(force=True))
@@ -177,9 +177,8 @@ class LaunchButton:
         if isinstance(result, ss.Run):
             self._on_launch(result, note)
             return
-        # The check that the nodes see the run folder may be wrong: a local one can be exported to them.
-        is_optional = getattr(result, "field", "") == "launch.folder"
-        self._on_error(result, (lambda: self.launch(force=True)) if is_optional else None)
+        can_override = isinstance(result, OverridableError)
+        self._on_error(result, (lambda: self.launch(force=True)) if can_override else None)
 
     def _show_task_error(self) -> str:
         """Show the task's error at its input, and return a short version of it."""

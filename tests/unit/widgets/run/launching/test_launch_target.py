@@ -20,7 +20,7 @@ from tests.requirements import needs_installed
 from written_runs import write_run
 
 import shardscope as ss
-from shardscope.core.errors import FieldError, Value
+from shardscope.core.errors import FieldError, OverridableError, Value
 from shardscope.runs.backends.nodes import Node, NodePool
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ClusterPicker, schedulers
@@ -204,10 +204,22 @@ def test_a_refusal_has_its_fix_as_a_button(studio: Studio, monkeypatch: pytest.M
     assert str(studio.plan.cluster) == "2x8xh200-sxm-141gb" and not studio.is_wrong
 
 
+def test_a_path_that_slurm_would_change_cannot_be_launched_anyway(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catch_launches(monkeypatch, FieldError("launch.folder", "/a%j", "no '%j' on Slurm", "/a_j"))
+    studio.cluster.where.value = "Slurm: h200"
+    studio.launch.button.click()
+    assert wait_until(lambda: "on Slurm" in read_notice(studio))
+    assert "Launch anyway" not in studio.notice.value
+
+
 def test_a_folder_that_nodes_may_not_see_can_be_launched_anyway(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches = catch_launches(monkeypatch, FieldError("launch.folder", "/x", "a shared folder", "folder="))
+    launches = catch_launches(
+        monkeypatch, OverridableError("launch.folder", "/x", "a shared folder", "folder=")
+    )
     studio.cluster.where.value = "Slurm: h200"
     studio.launch.button.click()
     assert wait_until(lambda: "a shared folder" in read_notice(studio))
