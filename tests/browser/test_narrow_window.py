@@ -19,6 +19,11 @@ pytestmark = thorough()
 SEARCH_TIMEOUT_MS = 120_000
 STORED_RUNS = Path(__file__).parents[1] / "fixtures" / "formats" / "stored_runs"
 
+LEAST_GAP = """selector => {
+  const places = [...document.querySelectorAll(selector)].map(tab => tab.getBoundingClientRect());
+  return Math.min(...places.slice(1).map((place, index) => place.left - places[index].right));
+}"""
+
 
 @pytest.fixture
 def page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iterator[Any]:
@@ -41,7 +46,7 @@ def test_inputs_and_results_fit_beside_the_file_browser(page: Any) -> None:
     side, main = (page.locator(f".ss-{name}").bounding_box() for name in ("side", "main"))
     assert main["x"] >= side["x"] + side["width"] - 1, "the results are beside the inputs, not below them"
     chart = page.locator(".ss-memory .js-plotly-plot").bounding_box()
-    batch = open_fold(page, "Training").locator(".ss-row", has_text="Batch").bounding_box()
+    batch = open_fold(page, "Training").locator(".ss-row", has_text="Global batch").bounding_box()
     for box in (chart, batch):
         assert box["y"] + box["height"] <= 768 and box["x"] + box["width"] <= studio["x"] + studio["width"]
     assert batch["height"] < 40, "its text is on one line"
@@ -51,6 +56,7 @@ def test_inputs_and_results_fit_beside_the_file_browser(page: Any) -> None:
     for tab in page.locator(".ss-tabs:not(.ss-analysis-tabs) button").all():
         box = tab.bounding_box()
         assert box["x"] + box["width"] <= studio["x"] + studio["width"], tab.inner_text()
+    assert page.evaluate(LEAST_GAP, ".ss-main > .ss-tabs button") >= 6, "a word space is 4 pixels"
     page.screenshot(path=str(SCREENSHOTS / "narrow_beside_the_file_browser.png"))
 
 

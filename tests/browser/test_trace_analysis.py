@@ -49,7 +49,7 @@ OVERFLOWING = """() => {
     const edge = panel.getBoundingClientRect().right + 1;
     return [...panel.querySelectorAll('*')]
         .filter(each => each.checkVisibility())
-        .filter(each => !each.closest('.ss-scroll, svg, .ss-off-screen, .ss-cut, .ss-trace'))
+        .filter(each => !each.closest('.ss-scroll, svg, .ss-off-screen, .ss-cut, .ss-trace, .ss-tabs'))
         .filter(each => { const box = each.getBoundingClientRect(); return box.width && box.right > edge; })
         .map(each => each.className || each.tagName);
 }"""
@@ -82,8 +82,15 @@ TAB_BOXES = """() => {
     const { left, top } = row.getBoundingClientRect();
     return [...row.querySelectorAll('button')].map(each => {
         const box = each.getBoundingClientRect();
-        return [each.dataset.name, box.left - left, box.top - top, box.width, box.height];
+        return [each.dataset.name, box.left - left + row.scrollLeft, box.top - top, box.width, box.height];
     });
+}"""
+
+
+CHOSEN_TAB = """() => {
+    const row = document.querySelector('.ss-analysis-tabs').getBoundingClientRect();
+    const tab = document.querySelector('.ss-analysis-tabs [aria-selected=true]').getBoundingClientRect();
+    return [tab.left - row.left, row.right - tab.right];
 }"""
 
 
@@ -128,7 +135,11 @@ def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
             assert page.evaluate(OVERFLOWING) == [], (name, width)
             assert not page.evaluate(TABLE_SCROLLS), (name, width)
             # Tabs stand still: the name of the chosen one is bold, which is wider.
-            assert page.evaluate(TAB_BOXES) == tab_boxes.setdefault(width, page.evaluate(TAB_BOXES)), name
+            boxes = page.evaluate(TAB_BOXES)
+            assert boxes == tab_boxes.setdefault(width, boxes), name
+            assert len({top for _, _, top, *_ in boxes}) == 1, "one line, which scrolls"
+            left, right = page.evaluate(CHOSEN_TAB)
+            assert left >= 0 and right >= 0, f"{name} is scrolled into the row"
     page.set_viewport_size({"width": 1280, "height": 800})
 
     body = choose_analysis(page, "Critical path")

@@ -55,7 +55,7 @@ class FinetuneInputs(Picker):
             self._rows = open_rows(FIELD, resolve_source(FIELD, data))
             files.insert(0, self._rows_name)
         self.weights = _create_combobox([EXAMPLE, *_list_model_folders()], "a folder, or org/name of the Hub")
-        self.data = _create_combobox(files, "a .jsonl, .json, .csv, .parquet or .txt file")
+        self.data = _create_combobox(files, "a .jsonl, .csv, .parquet or .txt file")
         self.data.value = self._rows_name or str(data)
         self.data.tooltip = (
             "Chats, questions and answers, or texts: a file, a folder of files, or a data set of the Hub"

@@ -517,10 +517,10 @@ class RunView(View):
             entries.append((f"{loss:.3f}" if is_number(loss) else PLACEHOLDER, "loss", "Rank 0, last step"))
         rate, why = self._pace.tokens_per_second, f"Median of the last {RECENT_STEPS} steps"
         if rate is not None:
-            whose = "all ranks" if rate[0] == RATES[0] else "rank 0"
-            entries.append((format_short(rate[1]), f"tokens/s, {whose}", why))
+            whose = " in all" if rate[0] == RATES[0] else ", rank 0"
+            entries.append((format_short(rate[1]), f"tokens/s{whose}", why))
         elif is_known:
-            entries.append((PLACEHOLDER, "tokens/s, all ranks", why))
+            entries.append((PLACEHOLDER, "tokens/s in all", why))
         return entries
 
     def _list_time_figures(self, run: ss.Run, has_ended: bool) -> list[tuple[str, str, str]]:

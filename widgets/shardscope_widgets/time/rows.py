@@ -56,9 +56,11 @@ class PlanStep(NamedTuple):
         try:
             return cls(plan.step(), lacks=lacks)
         except FieldError as error:
-            # The full message names fields of the Python API.
-            short = f"{error.problem}. Fix: {error.fix}." if error.problem else str(error)
-            return cls(None, short, lacks, is_uncalibrated=error.fix == CALIBRATE)
+            # The full message names fields of the Python API, as does the fix of missing rates.
+            is_uncalibrated = error.fix == CALIBRATE
+            fix = "" if is_uncalibrated else f" Fix: {error.fix}."
+            short = f"{error.problem}.{fix}" if error.problem else str(error)
+            return cls(None, short, lacks, is_uncalibrated)
         except ValueError as error:
             return cls(None, str(error), lacks)
 

@@ -30,9 +30,10 @@ def write_caption(shown: ShownStep, calibrate_button: str = "") -> str:
     report = shown.report
     if report is None:
         refusal = shown.refusal
-        # The error names the Python function: a user of the Studio has the button.
         if shown.step.is_uncalibrated and calibrate_button:
-            refusal += f" The button {calibrate_button} runs it."
+            refusal += f' Press "{calibrate_button}".'
+        elif shown.step.is_uncalibrated:
+            refusal += " ss.calibrate() on such a machine measures them."
         return f"<span class='ss-error' role='alert'>{escape(refusal)}</span>"
     plan = shown.plan
     stages = f", the slowest of {plan.degrees.pp} pipeline stages" if plan.degrees.pp > 1 else ""

@@ -21,10 +21,10 @@ from shardscope_widgets.trace.analysis_page import (
     Interval,
     Row,
     TableWriter,
+    describe_option,
 )
 from shardscope_widgets.trace.roofline_figure import draw_roofline
 
-RECORD_SHAPES = "run.profile(shapes=True)"
 FULL_EFFICIENCY = 0.9
 """Share of used multiprocessors from which their column says nothing."""
 NO_GPU = "This is a trace of CPU ranks"
@@ -197,7 +197,7 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
         share = _format_share(kernels.tensor_core_share)
         sentences.append(f"{share} of the time of matmuls, convolutions and attention is on tensor cores.")
     if not has_flops:
-        sentences.append(f"Without shapes in the recording there are no TFLOP/s: {RECORD_SHAPES}.")
+        sentences.append(f"Without shapes in the recording there are no TFLOP/s. {describe_option('shapes')}")
     roofline = draw_roofline(trace)
     if roofline is not None:
         sentences.append(roofline[1])
@@ -467,8 +467,8 @@ def describe_modules(trace: Trace) -> AnalysisPage:
     if not modules:
         return AnalysisPage(
             sentences=[
-                "Time by nn.Module needs Python stacks, which this recording does not have: record with "
-                "run.profile(stacks=True), or torch.profiler's with_stack=True."
+                "Time by nn.Module needs Python stacks, which this recording does not have. "
+                + describe_option("stacks")
             ]
         )
     num_parts = len(trace.ranks) * trace.activity.num_steps

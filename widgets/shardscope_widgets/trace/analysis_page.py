@@ -10,10 +10,19 @@ from typing import NamedTuple
 import plotly.graph_objects as go
 
 from shardscope_widgets.kit.numbers import keep_units
+from shardscope_widgets.run.recording_panel import TITLE as PROFILE_TITLE
 
 MAX_ROWS = 12
 """Maximum rows of a table: a trace has thousands of kernels, of which only the first ones matter."""
 NONE = "–"
+
+
+def describe_option(option: str) -> str:
+    """Return how a recording with an ``option`` of the panel "Profile the next steps" is made."""
+    return (
+        f'To record it, open a run in the Runs tab while it trains, check "{option}" under '
+        f'"{PROFILE_TITLE}", and press the button there.'
+    )
 
 
 class Interval(NamedTuple):

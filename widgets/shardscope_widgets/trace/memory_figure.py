@@ -13,14 +13,19 @@ from shardscope.trace.analysis.memory import MemoryRow
 from shardscope_widgets.kit.numbers import Unit
 from shardscope_widgets.kit.theme import FONT, RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.memory.snapshot_figure import draw_snapshot
-from shardscope_widgets.trace.analysis_page import NONE, AnalysisPage, Heading, Interval, Row, TableWriter
+from shardscope_widgets.trace.analysis_page import (
+    NONE,
+    AnalysisPage,
+    Heading,
+    Interval,
+    Row,
+    TableWriter,
+    describe_option,
+)
 
 MAX_LINES = 8
 """Maximum devices that are drawn; the table has all."""
-RECORD_MEMORY = (
-    "This recording has no allocations: record them with run.profile(memory=True), or torch.profiler's "
-    "profile_memory=True."
-)
+RECORD_MEMORY = f"This recording has no allocations. {describe_option('memory')}"
 
 
 def describe_memory(trace: Trace, measured: MeasuredMemory | None) -> AnalysisPage:
@@ -44,11 +49,6 @@ def describe_memory(trace: Trace, measured: MeasuredMemory | None) -> AnalysisPa
         else:
             figures.append(draw_snapshot(timeline))
             sentences.append(f"The memory snapshot of rank {rank}: {timeline}.")
-    elif measured is not None:
-        sentences.append(
-            "The run took no memory snapshot, which shows live bytes by component: "
-            "Pretrain(memory_snapshot=True) takes one, on a GPU."
-        )
     return AnalysisPage(sentences=sentences, tables=tables, figures=figures, intervals=writer.intervals)
 
 

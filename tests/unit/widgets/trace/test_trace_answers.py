@@ -29,12 +29,14 @@ from shardscope.trace import Trace
 from shardscope.trace.analysis.summary import Sentence
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.saved.static_picture import draw_picture
+from shardscope_widgets.run.recording_panel import OPTIONS, TITLE
 from shardscope_widgets.trace import TracePage, TraceView
 from shardscope_widgets.trace.analyses import (
     describe_collectives,
     describe_critical_path,
     describe_idle,
     describe_kernels,
+    describe_modules,
     describe_steps,
     describe_stragglers,
 )
@@ -42,6 +44,7 @@ from shardscope_widgets.trace.breakdown_figure import PARTS
 from shardscope_widgets.trace.comparison_figure import PlanAgainstTrace
 from shardscope_widgets.trace.difference import OtherRuns
 from shardscope_widgets.trace.findings_list import FindingsList
+from shardscope_widgets.trace.memory_figure import describe_memory
 from shardscope_widgets.trace.page import TraceAnswers
 from shardscope_widgets.trace.run_names import describe_differences
 
@@ -320,6 +323,18 @@ def test_sums_are_those_of_a_step_and_say_which_rank_decides(tmp_path: Path) -> 
         assert column in page.tables[0] and "per step, " in page.tables[0]
     (table,) = describe_stragglers(trace).tables
     assert "chance</th>" in table and "100 %" in table
+
+
+def test_hints_name_inputs_of_the_studio_and_no_python() -> None:
+    trace = Trace.load(RUNS / "fsdp2" / "traces")
+    pages = [describe_memory(trace, None), describe_modules(trace), OtherRuns(trace, None).describe()]
+    for page in pages:
+        assert page.sentences and not page.tables
+        text = " ".join(page.sentences)
+        assert not re.search(r"\w+\(.*\)|\w=", text), text
+    for page, option in zip(pages, ("memory", "stacks"), strict=False):
+        assert option in OPTIONS and f'"{option}"' in " ".join(page.sentences)
+        assert TITLE in " ".join(page.sentences)
 
 
 def test_units_are_in_headings_and_not_in_cells() -> None:

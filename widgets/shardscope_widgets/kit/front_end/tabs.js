@@ -1,14 +1,43 @@
-// The row of tabs: arrow keys move between them, and a number can stand beside a name.
+// The row of tabs: arrow keys move between them, and a number can stand beside a name. Where the row is too
+// narrow it scrolls, with an arrow at each end that has more tabs.
+
+const ARROW_PIXELS = 26;
+
+/** The arrow at one end; the keyboard needs none, because the arrow keys reach every tab. */
+function createScroller(direction) {
+  const scroller = document.createElement("span");
+  scroller.className = `ss-tabs-scroll ss-tabs-${direction}`;
+  scroller.setAttribute("aria-hidden", "true");
+  scroller.dataset.direction = direction;
+  return scroller;
+}
 
 function render({ model, el }) {
   const ended = new AbortController();
   el.setAttribute("role", "tablist");
+  const [before, after] = [createScroller("before"), createScroller("after")];
+  const showScrollers = () => {
+    const left = el.scrollWidth - el.clientWidth - el.scrollLeft;
+    before.classList.toggle("ss-on", el.scrollLeft > 1);
+    after.classList.toggle("ss-on", left > 1);
+  };
+  const showChosen = () => {
+    // Not scrollIntoView(), which would scroll the notebook as well.
+    const tab = el.querySelector("[aria-selected=true]");
+    if (!tab) return;
+    const [row, place] = [el.getBoundingClientRect(), tab.getBoundingClientRect()];
+    if (place.left < row.left + ARROW_PIXELS) el.scrollLeft -= row.left + ARROW_PIXELS - place.left;
+    else if (place.right > row.right - ARROW_PIXELS) el.scrollLeft += place.right - row.right + ARROW_PIXELS;
+    showScrollers();
+  };
   const draw = () => {
     const chosen = model.get("value");
     const badges = model.get("badges");
     // Drawing anew removes the focused tab: the keyboard goes on from the chosen one.
     const had = el.contains(document.activeElement);
+    const { scrollLeft } = el;
     el.replaceChildren(
+      before,
       ...model.get("names").map((name) => {
         const tab = document.createElement("button");
         tab.type = "button";
@@ -29,7 +58,9 @@ function render({ model, el }) {
         }
         return tab;
       }),
+      after,
     );
+    el.scrollLeft = scrollLeft;
     // The kernel refused the last request, such as a tab that does not exist.
     const error = model.get("error");
     if (error) {
@@ -39,14 +70,20 @@ function render({ model, el }) {
       said.textContent = error;
       el.append(said);
     }
-    if (had) el.querySelector("[aria-selected=true]")?.focus();
+    if (had) el.querySelector("[aria-selected=true]")?.focus({ preventScroll: true });
+    showChosen();
   };
   const choose = (name) => {
     model.set("value", name);
     model.save_changes();
   };
   const listen = (event, listener) => el.addEventListener(event, listener, { signal: ended.signal });
+  listen("scroll", showScrollers);
+  const resizes = new ResizeObserver(showChosen);
+  resizes.observe(el);
   listen("click", ({ target }) => {
+    const { direction } = target.dataset;
+    if (direction) el.scrollBy({ left: (direction === "after" ? 0.7 : -0.7) * el.clientWidth, behavior: "smooth" });
     const tab = target.closest("button");
     if (tab) choose(tab.dataset.name);
   });
@@ -64,6 +101,7 @@ function render({ model, el }) {
   draw();
   return () => {
     ended.abort();
+    resizes.disconnect();
     model.off("change:value change:names change:badges change:error", draw);
   };
 }
