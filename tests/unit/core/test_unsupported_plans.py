@@ -60,7 +60,7 @@ def test_rehearsals_need_no_activation_formula(layout: ss.Layout) -> None:
     error = get_memory_error(plan)
     assert error is not None and "plan.rehearse()" in str(error)
     peaks = (RehearsedPeak(phase="forward", fraction=0.3, components={"activations": 10**9}),)
-    report = build_report(plan, [RehearsedStage(stage=0, num_layers=24, moments=peaks)])
+    report = build_report(plan, [RehearsedStage(stage=0, num_layers=24, peaks=peaks)])
     known = build_plan("llama-3.2-1b", layout).memory().components
     gaps = 30_000_000  # 3 % of what is allocated and freed
     assert report.peak_bytes == 10**9 + known["communication"] + known["runtime"] + gaps
@@ -73,7 +73,7 @@ def test_rehearsed_communication_and_runtime_equal_the_prediction() -> None:
     plan = ss.Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
     predicted = plan.memory()
     peak = RehearsedPeak(phase="rest", fraction=0.0, components={"parameters": 1})
-    stages = [RehearsedStage(stage=number, num_layers=8, moments=(peak,)) for number in (0, 1)]
+    stages = [RehearsedStage(stage=number, num_layers=8, peaks=(peak,)) for number in (0, 1)]
     for rehearsed, expected in zip(build_report(plan, stages).by_stage, predicted.by_stage, strict=True):
         for name in ("communication", "runtime"):
             assert rehearsed.components[name] == expected.components[name] > 0
