@@ -52,7 +52,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint_before
     plan = tiny_plan(framework, 1, layout={"stage": 2} if framework == "zero" else None)
     (result,) = on_ranks(1, plan, train, tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-00000{BROKEN_STEP}"]
-    expected = f"{number} of step {BROKEN_STEP} is not finite. The run stops here"
+    expected = f"{number} of step {BROKEN_STEP + 1} is not finite. The run stops here"
     assert result["message"].startswith(expected), result
     assert f"from before it, is checkpoints/step-00000{BROKEN_STEP}" in result["message"]
     # The step that broke is in the curves.
