@@ -31,10 +31,15 @@ class Scale(NamedTuple):
         return cls("µs", 1e6)
 
     def format(self, seconds: float) -> str:
-        """Format ``seconds`` without the unit: three significant digits, at most two decimals."""
+        """Format ``seconds`` without the unit: three significant digits, at most two decimals.
+
+        ``<0.01`` for less than these show.
+        """
         if not seconds:
             return "0"
         value = seconds * self.factor
+        if abs(value) < 0.005:
+            return "<0.01"
         digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
         return f"{value:,.{digits}f}"
 

@@ -18,6 +18,8 @@ UNPIN = "Unpin"
 SAME = "this plan"
 IN_NAME = ("model", "GPUs", "framework")
 """Differences that the name of a whole plan includes."""
+OFFLOADS = ("offload", "offload_optimizer", "offload_params")
+"""Fields that say which training state is on the host."""
 MAX_NAMED = 2
 """Differences that a pin's name may have."""
 LABEL_CHARACTERS = 14
@@ -55,10 +57,14 @@ def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
 def _name_pin(changes: Sequence[Difference], pin: ss.Plan) -> PinName:
     if not changes:
         return PinName(SAME, "same as the current plan")
-    values = [_describe_value(difference, pin) for difference in changes]
+    named = [(difference.field, _describe_value(difference, pin)) for difference in changes]
+    values = list(
+        dict.fromkeys(value for _, value in named)
+    )  # Several fields are one list of what is offloaded.
     plan = f"{name_model(pin.architecture)} on {describe_devices(pin.cluster)} with {pin.layout.description}"
     fields = [difference.field for difference in changes]
-    options = [value for field, value in zip(fields, values, strict=True) if field not in IN_NAME]
+    # The framework's description has what is offloaded.
+    options = [value for field, value in named if field not in (*IN_NAME, *OFFLOADS)]
     full = f"{plan}: {', '.join(options)}" if options else plan
     # Many differences of one model under one framework: the first two, because those names would not differ.
     if len(values) <= MAX_NAMED or set(fields).isdisjoint(("model", "framework")):
@@ -70,7 +76,7 @@ def _name_pin(changes: Sequence[Difference], pin: ss.Plan) -> PinName:
 def _describe_value(difference: Difference, pin: ss.Plan) -> str:
     """Return the value of the pinned plan: ``recompute none``, ``FSDP2``, ``Llama 3.1 8B``."""
     value = difference.after
-    if difference.field.startswith("offload"):
+    if difference.field in OFFLOADS:
         return ", ".join(pin.layout.offloaded) or "nothing on CPU"
     if difference.field == "framework":
         return str(value)

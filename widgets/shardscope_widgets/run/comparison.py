@@ -197,8 +197,7 @@ def _build_trace(curve: Curve, index: int, number: int) -> dict[str, object]:
     """Return one run's line, with a colour, dash and marker that distinguish it from the other run's."""
     line = Line()
     for step, value in sorted(curve.points.items()):
-        # Logged steps count from 0, the user's from 1.
-        line.add_point(step + 1, value if _can_be_drawn(value) else float("nan"))
+        line.add_point(step + curve.first_step, value if _can_be_drawn(value) else float("nan"))
     return {
         "x": list(line.x),
         # JSON has no NaN: None leaves a gap in the line.

@@ -172,8 +172,7 @@ class RunFigure:
         step, rank = record.get("step"), record.get("rank")
         if not (is_number(step) and isfinite(step) and is_number(rank) and 0 <= rank < self._num_ranks):
             return None
-        # Logged steps count from 0, the user's from 1: the last of 40 steps is step 40.
-        return Sample(step + 1, int(rank), record)
+        return Sample(step, int(rank), record)
 
     def _add_points(self, samples: Iterable[Sample], by: str, first_values: Mapping[str, float]) -> None:
         """Extend the lines of all charts whose horizontal axis is ``by``, and redraw these lines."""

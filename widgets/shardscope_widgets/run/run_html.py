@@ -374,5 +374,4 @@ def _find_colour(name: str) -> str:
 
 
 def _format_step(value: object) -> str:
-    # Logged steps count from 0, the user's from 1.
-    return f"{value + 1:,}" if is_number(value) else "–"
+    return f"{value:,}" if is_number(value) else "–"

@@ -250,7 +250,7 @@ class RunView(View):
             new = _read_new_records(follow)
             self._read_slow_parts(run, has_ended)
             if new or has_ended:
-                self._add_records(new)
+                self._add_records(run, new)
             if self._sampled != sampled:
                 self.samples.refresh(run)
             self._show_numbers(run, has_ended)
@@ -280,9 +280,11 @@ class RunView(View):
         tooltips = {"queued": CANCEL_TOOLTIP, "lost": LOST_TOOLTIP}
         self.stop_button.tooltip = tooltips.get(status, STOP_TOOLTIP)
 
-    def _add_records(self, new: list[dict[str, object]]) -> None:
+    def _add_records(self, run: ss.Run, new: list[dict[str, object]]) -> None:
         """Add new records to the numbers and the charts."""
         self._pace.add(new)
+        if run.trains_the_plan:
+            new = [_count_from_one(record) for record in new]
         for record in new:
             if isinstance(rank := record.get("rank"), int):
                 # A record may contain only some of the metrics: the others keep their last value.
@@ -564,6 +566,12 @@ def _update_html(widget: widgets.HTML, html: str) -> None:
     """Update only on changes: writing the same value again would lose the user's text selection."""
     if widget.value != html:
         widget.value = html
+
+
+def _count_from_one(record: dict[str, object]) -> dict[str, object]:
+    """Return a record of our own loop, which logs its first step as 0, as users count: from 1."""
+    step = record.get("step")
+    return {**record, "step": step + 1} if is_number(step) else record
 
 
 def _select_metrics(record: Mapping[str, object]) -> dict[str, object]:

@@ -15,13 +15,16 @@ from shardscope_widgets.run.recording_panel import TITLE as PROFILE_TITLE
 MAX_ROWS = 12
 """Maximum rows of a table: a trace has thousands of kernels, of which only the first ones matter."""
 NONE = "–"
+TORCH_OPTIONS = {"stacks": "with_stack", "shapes": "record_shapes", "memory": "profile_memory"}
+"""Options of the panel that profiles the next steps, and torch.profiler's names of them."""
 
 
 def describe_option(option: str) -> str:
     """Return how a recording with an ``option`` of the panel "Profile the next steps" is made."""
     return (
         f'To record it, open a run in the Runs tab while it trains, check "{option}" under '
-        f'"{PROFILE_TITLE}", and press the button there.'
+        f'"{PROFILE_TITLE}", and press the button there; or record with torch.profiler\'s '
+        f"{TORCH_OPTIONS[option]}=True."
     )
 
 

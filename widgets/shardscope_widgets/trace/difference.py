@@ -14,7 +14,8 @@ from shardscope_widgets.trace.run_names import describe_differences, name_run
 
 NO_OTHER = (
     "No other run in this folder has a trace. Change the plan, launch a run with "
-    '"Record a trace" checked, and choose it here.'
+    '"Record a trace" checked, and choose it here. trace.diff(ss.Trace.load(path)) compares with a trace '
+    "from elsewhere."
 )
 CHOOSE = "Choose the run to compare this trace with."
 

@@ -234,6 +234,20 @@ def find_pin_button(view: MemoryView) -> Any:
     raise AssertionError("no button")
 
 
+def test_names_of_offloaded_pins_have_each_part_once() -> None:
+    offloaded = ss.Layout.zero(stage=3, offload_params="cpu", offload_optimizer="cpu")
+    layouts = {
+        "parameters on CPU, optimizer on CPU": offloaded,
+        "offload optimizer buffer count 8": ss.Layout.zero(stage=3, offload_optimizer_buffer_count=8),
+    }
+    current = replace(PLAN, layout=ss.Layout.zero(stage=3))
+    for name, layout in layouts.items():
+        (pin,) = name_pins([replace(PLAN, layout=layout)], current)
+        assert pin.short == name and pin.full.count("on CPU") in (0, 2)
+    (pin,) = name_pins([current], replace(PLAN, layout=offloaded))
+    assert pin.short == "nothing on CPU"
+
+
 def test_buttons_pin_and_unpin_plans() -> None:
     one, two = build_plan(), build_plan(seq_len=2048)
     view = MemoryView(one)

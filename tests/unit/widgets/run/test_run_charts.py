@@ -15,7 +15,6 @@ from shardscope.records.log_search import LogSearch
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope_widgets import RunView
 from shardscope_widgets.run.figure import RunFigure
-from shardscope_widgets.run.run_html import render_latest_table
 
 EXPECTED = PredictedMetrics(
     peak_memory_bytes=3 * 2**30,
@@ -450,12 +449,3 @@ def test_the_step_axis_ends_with_steps_that_are_known_late() -> None:
     figure.add_records([make_record(step) for step in range(3, 30)])
     figure.set_total_steps(25)
     assert figure.widget.layout.xaxis.range[1] >= 29, "what is drawn stays in the chart"
-
-
-def test_the_last_of_40_steps_is_step_40() -> None:
-    figure = RunFigure()
-    figure.start_run(1, None, 40, ["loss"])
-    figure.add_records([make_record(step) for step in range(40)])
-    assert figure.widget.data[0].x[-1] == 40 and figure.widget.layout.xaxis.range == (0, 40)
-    panels = dict.fromkeys(figure.panels, ("", 1.0))
-    assert "<td>40</td>" in render_latest_table({0: make_record(39)}, panels, None, None)

@@ -117,7 +117,18 @@ def test_number_of_points_is_bounded_and_both_ends_are_kept() -> None:
     assert wait_until(lambda: len(view.figure.widget.data) == 1 and len(view.figure.widget.data[0].x) > 0)
     line = view.figure.widget.data[0]
     assert MAX_POINTS // 2 <= len(line.x) <= MAX_POINTS
-    assert line.x[0] == 1 and line.x[-1] > 4.9 * MAX_POINTS
+    assert line.x[0] == 0 and line.x[-1] > 4.9 * MAX_POINTS
+    run.status = "finished"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_steps_of_our_loop_count_from_1_and_others_as_logged(is_own: bool) -> None:
+    run = FakeRun([record(step=step, loss=1.0 + step) for step in range(40)])
+    run.trains_the_plan = is_own
+    view, last = RunView(run), 40 if is_own else 39
+    assert wait_until(lambda: len(view.figure.widget.data) == 1 and len(view.figure.widget.data[0].x) > 0)
+    assert view.figure.widget.data[0].x[-1] == last
+    assert wait_until(lambda: f"<td>{last}</td>" in view.table.value)
     run.status = "finished"
 
 

@@ -127,6 +127,8 @@ class Curve:
     points: Mapping[int, float]
     """Values by step; may be empty, and may contain NaN and infinities."""
     predicted: float | None = None
+    first_step: int = 0
+    """What users call step 0 of ``points``: 1 for Shardscope's own loop. Other code has its own numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +169,14 @@ class Comparison:
 
     def loss_curves(self) -> list[Curve]:
         """Return the loss of each run by step, averaged over its ranks."""
-        return [Curve(run=run.name, points=compute_curve(iterate_records(run), "loss")) for run in self.runs]
+        return [
+            Curve(
+                run=run.name,
+                points=compute_curve(iterate_records(run), "loss"),
+                first_step=int(run.trains_the_plan),
+            )
+            for run in self.runs
+        ]
 
     def pace_curves(self) -> tuple[str, list[Curve]]:
         """Return the label of the speed metric and each run's curve of it.
@@ -181,7 +190,12 @@ class Comparison:
         else:
             name, label, predict = "step_seconds", "step seconds", _predict_seconds
         return label, [
-            Curve(run=run.name, points=run_curves[name], predicted=predict(run))
+            Curve(
+                run=run.name,
+                points=run_curves[name],
+                predicted=predict(run),
+                first_step=int(run.trains_the_plan),
+            )
             for run, run_curves in zip(self.runs, records, strict=True)
         ]
 

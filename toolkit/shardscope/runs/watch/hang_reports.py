@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from shardscope.core.number_format import format_count
 from shardscope.records.json_values import is_int, is_number
 from shardscope.runs.watch.stack_requests import MAX_NAMED_RANKS
 from shardscope.runs.watch.stacks import describe_position, waits_in_collective
@@ -107,7 +108,8 @@ def describe_hang(report: HangReport, name_node: Callable[[int], str] | None = N
     least, most = (end(report.steps.values(), default=0) for end in (min, max))
     first = [rank for rank, step in report.steps.items() if step == least] if least < most else []
     if first:
-        text += f"; {_list_ranks(first, name_node)} reached only step {least + 1:,}, others step {most + 1:,}"
+        behind = format_count(most - least, "step")
+        text += f"; {_list_ranks(first, name_node)} {'is' if len(first) == 1 else 'are'} {behind} behind"
     elif report.waiting and len(report.waiting) < len(report.positions):
         first = [rank for rank in report.positions if rank not in report.waiting]
         text += f"; in a collective {'rank' if len(report.waiting) == 1 else 'ranks'} "
