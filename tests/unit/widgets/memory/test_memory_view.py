@@ -240,11 +240,11 @@ def test_names_of_offloaded_pins_have_each_part_once() -> None:
         "parameters on CPU, optimizer on CPU": offloaded,
         "offload optimizer buffer count 8": ss.Layout.zero(stage=3, offload_optimizer_buffer_count=8),
     }
-    current = replace(PLAN, layout=ss.Layout.zero(stage=3))
+    current = build_plan(layout=ss.Layout.zero(stage=3))
     for name, layout in layouts.items():
-        (pin,) = name_pins([replace(PLAN, layout=layout)], current)
+        (pin,) = name_pins([build_plan(layout=layout)], current)
         assert pin.short == name and pin.full.count("on CPU") in (0, 2)
-    (pin,) = name_pins([current], replace(PLAN, layout=offloaded))
+    (pin,) = name_pins([current], build_plan(layout=offloaded))
     assert pin.short == "nothing on CPU"
 
 
