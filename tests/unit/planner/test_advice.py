@@ -393,6 +393,25 @@ def test_an_uneven_batch_gets_the_nearest_even_one() -> None:
     assert not any("nearest that every GPU" in words for _, words in even.alternatives)
 
 
+def test_an_even_batch_is_not_offered_in_a_much_slower_plan() -> None:
+    """DDP with activations on the host is the simplest to fit here, and 13 times slower."""
+    advice = recommend_plan("llama-3.2-1b", "4xv100-sxm-32gb", global_batch_size=62, precision="fp16-mixed")
+    assert advice.plan is not None
+    limit = advice.plan.step().tokens_per_second_per_gpu / 1.5
+    even = [plan for plan, _ in advice.alternatives if plan.recipe.global_batch_size == 64]
+    assert all(plan.step().tokens_per_second_per_gpu > limit for plan in even)
+
+
+@pytest.mark.parametrize(("model", "cluster"), [("llama-3.2-1b", "1xt4-16gb"), ("llama-3.1-8b", "2xt4-16gb")])
+def test_plans_without_offload_are_in_a_format_that_the_gpus_have(model: str, cluster: str) -> None:
+    advice = recommend_plan(model, cluster)
+    assert advice.plan is not None and len(advice.alternatives) > 1
+    assert all(
+        plan.recipe.precision == "fp16-mixed" and "fp16" in words and plan.step().seconds > 0
+        for plan, words in advice.alternatives
+    )
+
+
 # --------------------------------------------------------------------------------- what the team knows
 
 

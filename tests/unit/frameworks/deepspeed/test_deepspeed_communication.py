@@ -144,7 +144,8 @@ def test_backward_all_gathers_what_forward_did_not_keep(
     for micro_batches in (1, 4):
         recipe = {"global_batch_size": 8 * micro_batches}
         report = plan(3, arch, recipe, **options).step()
-        forward, backward = (call.num_bytes for call in report.communication if call.part == "gathers")
+        calls = [call.num_bytes for call in report.communication if call.part == "gathers"]
+        forward, backward = (*calls, 0)[:2]
         every = 2 * arch.num_parameters * micro_batches
         # Persistent vectors are never released; a prefetch for backward may start in forward.
         assert forward == pytest.approx(every, rel=0.02)
@@ -154,6 +155,20 @@ def test_backward_all_gathers_what_forward_did_not_keep(
     stage = state.count_weights(offloaded, state.find_shapes(offloaded).kinds[0])
     traffic = frameworks["deepspeed"].timing_model().state_traffic(offloaded, stage)
     assert 1 - traffic.fetched_backward / traffic.fetched_forward == pytest.approx(kept, abs=0.03)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_hpz_partition_size": 4}])
+def test_all_gathers_that_do_not_start_take_no_time(options: dict[str, Any]) -> None:
+    arch = ss.models["qwen2.5-0.5b"]
+
+    def list_gathers(**more: Any) -> list[tuple[float, float]]:
+        report = plan(3, arch, {"global_batch_size": 8}, **options, **more).step()
+        return [(call.num_bytes, call.seconds) for call in report.communication if call.part == "gathers"]
+
+    # All parameters are kept; without a distance of reuse, none are.
+    kept = list_gathers()
+    again = list_gathers(stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
+    assert sum(seconds for _, seconds in kept[1:]) == 0 < again[1][1]
 
 
 def test_default_reduce_type_and_suggested_fp32_fix() -> None:

@@ -141,12 +141,22 @@ def _list_all_gathers(plan: Plan, stage: Stage, groups: list[tuple[int, int, int
         stage.num_layers + 1,
         "forward",
     )
+    # All-gathers of kept parameters do not start: backward has as many as its share of the elements. Without
+    # any, one is repeated zero times. What was kept is used first, and the others are prefetched meanwhile:
+    # no more is exposed than their share of a layer.
+    backward = forward._replace(
+        num_bytes=in_backward * half,
+        times=where(in_backward > 0, plan.num_micro_batches, 0),
+        num_messages=maximum(1, ceil_div(in_backward * (stage.num_layers + 1), maximum(1, in_forward))),
+        overlaps_with="backward",
+        exposed_share=1 / forward.num_messages,
+    )
     if layout.zero_hpz_partition_size > 1:
-        return _split_by_secondary_partitions(plan, forward, in_backward * half)
-    return [forward, forward._replace(num_bytes=in_backward * half, overlaps_with="backward")]
+        return _split_by_secondary_partitions(plan, forward, backward)
+    return [forward, backward]
 
 
-def _split_by_secondary_partitions(plan: Plan, gather: Transfer, backward_bytes: float) -> list[Transfer]:
+def _split_by_secondary_partitions(plan: Plan, forward: Transfer, backward: Transfer) -> list[Transfer]:
     """Return the all-gathers with secondary partitions (hpZ).
 
     A step's first forward all-gathers over all ranks, later ones over the small group. With adapters all use
@@ -154,11 +164,11 @@ def _split_by_secondary_partitions(plan: Plan, gather: Transfer, backward_bytes:
     """
     layout = get_layout(plan)
     num_over_all_ranks = 0 if plan.recipe.has_adapters else 1
-    in_group = gather._replace(ranks=layout.zero_hpz_partition_size, stride=1)
+    size = layout.zero_hpz_partition_size
     return [
-        gather._replace(times=num_over_all_ranks),
-        in_group._replace(times=plan.num_micro_batches - num_over_all_ranks),
-        in_group._replace(num_bytes=backward_bytes, overlaps_with="backward"),
+        forward._replace(times=num_over_all_ranks),
+        forward._replace(ranks=size, stride=1, times=plan.num_micro_batches - num_over_all_ranks),
+        backward._replace(ranks=size, stride=1),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,10 @@ from shardscope.core.serialization import replace_fields
 from shardscope.planner.advice import descriptions, layout_ladder
 from shardscope.planner.advice.plan_evaluator import (
     PAYS,
+    SAFE,
     WORTH_A_SETTING,
     EvaluatedPlan,
+    Outcome,
     PlanEvaluator,
     compute_state_bytes,
     find_fastest,
@@ -46,8 +49,8 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     if advised is None:
         return []
     # First what corrects the request itself: a format that the GPUs lack, a batch that does not divide.
-    alternatives = _describe_if_any(_try_fp16(evaluator, advised), evaluator, IN_FP16)
-    alternatives += try_even_batch(evaluator)
+    alternatives = _describe_if_any(_try_fp16(evaluator, advised), evaluator)
+    alternatives += try_even_batch(evaluator, advised)
     settings = try_single_settings(path, advised)
     if path.keeps_on_screen:  # The Memory view offers them for this plan too.
         alternatives += settings
@@ -67,9 +70,8 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
         alternatives += [*faster, *without[:1], *leaner[:1], *without[1:], *leaner[1:]]
     else:
         if advised.report.is_tight and advised.plan.recipe.has_adapters:
-            alternatives += _describe_if_any(
-                _try_adapters(evaluator), evaluator, "If a base in 4 bits is enough"
-            )
+            quantized = _try_adapters(_without_lacking_bf16(evaluator))
+            alternatives += _describe_if_any(quantized, evaluator, "If a base in 4 bits is enough")
         alternatives += from_search
     return alternatives + settings
 
@@ -87,7 +89,7 @@ def list_near_plans(path: QuestionPath) -> list[tuple[Plan, str]]:
     # The nearest batch that divides may be all that is needed, so it comes first; before it, a format that
     # the GPUs have, without which no search could try all layouts.
     alternatives = _search_in_fp16(path)
-    alternatives += try_even_batch(path.evaluator)
+    alternatives += try_even_batch(path.evaluator, None)
     alternatives += list_plans_without_offload(path)
     return [*alternatives, *list_nearest_misses(path)]
 
@@ -140,35 +142,43 @@ def list_nearest_misses(path: QuestionPath) -> list[tuple[Plan, str]]:
 def list_plans_without_offload(path: QuestionPath) -> list[tuple[Plan, str]]:
     """Return plans that fit without offload: 8-bit or bf16 optimizer state, adapters, more nodes.
 
-    More nodes come last for one GPU, first for several.
+    More nodes come last for one GPU, first for several. On GPUs without bf16 all plans are in fp16,
+    which has a time.
     """
-    evaluator = path.evaluator
+    requested = path.evaluator
+    evaluator = _without_lacking_bf16(requested)
     # Ordered by how little they change the training: number format of the state, then adapters.
     alternatives = _describe_if_any(
-        _try_eight_bit(evaluator), evaluator, "If the optimizer's state may be in 8 bits"
+        _try_eight_bit(evaluator), requested, "If the optimizer's state may be in 8 bits"
     )
     alternatives += _describe_if_any(
-        _try_bf16_moments(path), evaluator, "If its moments may be in bf16, as DeepSeek-V3's were"
+        _try_bf16_moments(path), requested, "If its moments may be in bf16, as DeepSeek-V3's were"
     )
     if not evaluator.recipe.has_adapters:
-        alternatives += _describe_if_any(_try_adapters(evaluator), evaluator, "If adapters are enough")
+        alternatives += _describe_if_any(_try_adapters(evaluator), requested, "If adapters are enough")
     elif evaluator.recipe.method == "lora":
-        alternatives += _describe_if_any(_try_adapters(evaluator), evaluator, "If a base in 4 bits is enough")
+        alternatives += _describe_if_any(_try_adapters(evaluator), requested, "If a base in 4 bits is enough")
     # Owners of a single GPU seldom have nodes to add; a cluster usually can grow.
-    more = _try_more_nodes(evaluator, path.current)
+    more = _try_more_nodes(evaluator, _get_timed(requested, path.current))
     nodes = 0 if more is None else more.plan.cluster.num_nodes
     instead_of = f"With {nodes} nodes instead of {evaluator.cluster.num_nodes}, and state on the GPUs"
-    larger = _describe_if_any(more, evaluator, instead_of)
+    larger = _describe_if_any(more, requested, instead_of)
     return alternatives + larger if evaluator.cluster.num_gpus == 1 else larger + alternatives
 
 
 def _describe_if_any(
-    trial: EvaluatedPlan | None, evaluator: PlanEvaluator, words_before: str
+    trial: EvaluatedPlan | None, requested: PlanEvaluator, words_before: str = ""
 ) -> list[tuple[Plan, str]]:
+    """Return a trial with its figures after the words, which begin with the number format if that is another
+    one than requested; empty without a trial."""
     if trial is None:
         return []
+    if trial.plan.recipe.precision != requested.recipe.precision:
+        words_before = (
+            f"{IN_FP16}, and {words_before[0].lower()}{words_before[1:]}" if words_before else IN_FP16
+        )
     figures = f"{descriptions.describe_needs(trial)}, {descriptions.describe_speed(trial)}"
-    name = descriptions.name_plan(trial.plan, evaluator.recipe)
+    name = descriptions.name_plan(trial.plan, requested.recipe)
     return [(trial.plan, f"{words_before}: {name}; {figures}.")]
 
 
@@ -181,15 +191,27 @@ def _try_fp16(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> EvaluatedPlan
     return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
 
 
+def _get_timed(evaluator: PlanEvaluator, advised: EvaluatedPlan | None) -> EvaluatedPlan | None:
+    """Return the recommended plan, in fp16 for GPUs without bf16, in which it has no time to compare with."""
+    return None if advised is None else _try_fp16(evaluator, advised) or advised
+
+
 def _search_in_fp16(path: QuestionPath) -> list[tuple[Plan, str]]:
     """Return the plan to advise in fp16 with the requested batch, for GPUs without bf16; empty if they have
     it, or no layout fits."""
     if not lacks_bf16(path.evaluator.recipe, path.evaluator.cluster):
         return []
-    evaluator = _replace_recipe(path.evaluator, precision="fp16-mixed")
+    evaluator = _without_lacking_bf16(path.evaluator)
     ranking = search_all_layouts(evaluator, path.progress)
     plans = None if ranking is None else find_simplest(evaluator, ranking, path.familiar)
-    return [] if plans is None else _describe_if_any(plans[1], evaluator, IN_FP16)
+    return [] if plans is None else _describe_if_any(plans[1], path.evaluator)
+
+
+def _without_lacking_bf16(evaluator: PlanEvaluator) -> PlanEvaluator:
+    """Return the evaluator of the same question in fp16 for GPUs without bf16, otherwise the same one."""
+    if not lacks_bf16(evaluator.recipe, evaluator.cluster):
+        return evaluator
+    return _replace_recipe(evaluator, precision="fp16-mixed")
 
 
 def _replace_recipe(evaluator: PlanEvaluator, **changed: object) -> PlanEvaluator:
@@ -198,9 +220,12 @@ def _replace_recipe(evaluator: PlanEvaluator, **changed: object) -> PlanEvaluato
     return PlanEvaluator(evaluator.architecture, evaluator.cluster, recipe)
 
 
-def try_even_batch(evaluator: PlanEvaluator) -> list[tuple[Plan, str]]:
-    """Return a plan with the nearest global batch that divides evenly over the ranks; empty if the requested
-    one does."""
+def try_even_batch(evaluator: PlanEvaluator, advised: EvaluatedPlan | None) -> list[tuple[Plan, str]]:
+    """Return a plan with the nearest global batch that divides evenly over the ranks.
+
+    Empty if the requested batch does, or if the plan takes much longer (:data:`SAFE`) per token than the
+    recommended one, if there is one.
+    """
     recipe = evaluator.recipe
     # Every rank has the same number of whole micro-batches, so the batch must be a multiple of all of them
     # together.
@@ -208,18 +233,16 @@ def try_even_batch(evaluator: PlanEvaluator) -> list[tuple[Plan, str]]:
     if recipe.global_batch_size % at_once == 0:
         return []
     batch = max(1, round(recipe.global_batch_size / at_once)) * at_once
-    even = _replace_recipe(evaluator, global_batch_size=batch)
+    # A plan in a format that the GPUs lack would be no help.
+    even = _replace_recipe(_without_lacking_bf16(evaluator), global_batch_size=batch)
     words_before = (
         f"With a global batch of {batch:,}, the nearest that every {name_device(evaluator.cluster)} has an "
         "equal part of"
     )
-    # A plan in a format that the GPUs lack would be no help.
-    if lacks_bf16(recipe, evaluator.cluster):
-        even = _replace_recipe(even, precision="fp16-mixed")
-        words_before = f"{IN_FP16}, and w{words_before[1:]}"
-    trial = _find_first_that_fits(
-        even, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
-    )
+    trial = _find_simplest_fast_plan(even)
+    # An even batch serves the speed.
+    if _get_tokens_per_second(_get_timed(evaluator, advised)) > SAFE * _get_tokens_per_second(trial) > 0:
+        return []
     return _describe_if_any(trial, evaluator, words_before)
 
 
@@ -229,15 +252,15 @@ def _try_eight_bit(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
     if evaluator.recipe.optimizer != "adamw" or evaluator.recipe.has_adapters:
         return None
     smaller = _replace_recipe(evaluator, optimizer="adamw_8bit")
-    return _find_first_that_fits(
-        smaller, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
-    )
+    return _find_simplest_fast_plan(smaller)
 
 
 def _try_bf16_moments(path: QuestionPath) -> EvaluatedPlan | None:
     """Return Megatron-core's nearest miss with both moments in bf16 (DeepSeek-AI 2024, arXiv:2412.19437,
     3.3.2)."""
     outcome = path.seen.get(SPLIT)
+    if lacks_bf16(path.evaluator.recipe, path.evaluator.cluster):
+        return None
     if outcome is None or outcome.nearest is None or outcome.best is not None:
         return None
     # Only Megatron-core's precision-aware optimizer can store its moments in bf16 (megatron-core 0.16,
@@ -289,6 +312,18 @@ def _try_without_offload(evaluator: PlanEvaluator, cluster: Cluster) -> Evaluate
     )
     layouts = [*_list_sharded_layouts(cluster), *layout_ladder.build_split_inside_a_node(cluster).layouts]
     outcomes = [*map(larger.evaluate_layout, layouts), layout_ladder.try_megatron(larger)]
+    return _choose_simplest_fast_plan(outcomes)
+
+
+def _find_simplest_fast_plan(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
+    """Return the simplest layout, unsharded or fully sharded, that is about as fast as the fastest one."""
+    layouts = [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
+    return _choose_simplest_fast_plan(map(evaluator.evaluate_layout, layouts))
+
+
+def _choose_simplest_fast_plan(outcomes: Iterable[Outcome]) -> EvaluatedPlan | None:
+    """Return the first plan that fits and is about as fast as the fastest one, which is preferably not
+    tight; None if none fits."""
     fitting = [outcome.best for outcome in outcomes if outcome.best]
     best = find_fastest(fitting)
     if best is None:
@@ -306,14 +341,12 @@ def _get_tokens_per_second(evaluated: EvaluatedPlan | None) -> float:
 
 
 def _try_adapters(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
-    """Return LoRA, otherwise QLoRA, in the simplest layout that fits on these GPUs."""
+    """Return LoRA, otherwise QLoRA, in the simplest fast layout that fits on these GPUs."""
     order: tuple[Method, ...] = ("full", "lora", "qlora")
     tight = None
     for method in order[order.index(evaluator.recipe.method) + 1 :]:
         smaller = _replace_recipe(evaluator, method=method, quantization=None)
-        trial = _find_first_that_fits(
-            smaller, [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
-        )
+        trial = _find_simplest_fast_plan(smaller)
         # LoRA is preferred to QLoRA, whose base must be dequantized in each forward, but not if it is tight.
         if trial is not None and not trial.report.is_tight:
             return trial
@@ -325,7 +358,3 @@ def _list_sharded_layouts(cluster: Cluster) -> list[Layout]:
     """Return the fully sharded layouts of the rung's first framework."""
     layouts = layout_ladder.build_fully_sharded(cluster).layouts if cluster.num_gpus > 1 else ()
     return [layout for layout in layouts if layout.framework == layouts[0].framework]
-
-
-def _find_first_that_fits(evaluator: PlanEvaluator, layouts: list[Layout]) -> EvaluatedPlan | None:
-    return next((best for layout in layouts if (best := evaluator.evaluate_layout(layout).best)), None)
