@@ -81,6 +81,31 @@ def test_answers_of_digits_are_text(tmp_path: Path) -> None:
     assert rows[0]["completion"] == "2"
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "delimiter"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", ",")]
+)
+def test_cells_are_divided_as_in_the_header(
+    name: str, delimiter: str, streaming: bool, tmp_path: Path
+) -> None:
+    """Spreadsheets write semicolons where a comma is the decimal point."""
+    lines = [("prompt", "completion"), ("Who?", "Ahab"), ('"1; 2, or|3?"', "7"), ('"two\nlines"', "x")]
+    text = "".join(f"{delimiter.join(line)}\n" for line in lines)
+    path = write(tmp_path / name, text)
+    rows = list(load_files(FIELD, [path], streaming=streaming))  # type: ignore[call-overload]
+    assert [row["prompt"] for row in rows] == ["Who?", "1; 2, or|3?", "two\nlines"]
+    assert [row["completion"] for row in rows] == ["Ahab", "7", "x"]
+    assert open_all(path).describe_place(2) == f"line 4 of {name}"
+    # The copy without an unreadable line is divided in the same way.
+    damaged = write(tmp_path / "bad" / name, text + delimiter.join("abc") + "\n")
+    assert len(open_all(damaged, "skip")) == 4
+
+
+def test_a_column_of_text_may_contain_other_delimiters(tmp_path: Path) -> None:
+    rows = open_rows(FIELD, write(tmp_path / "a.csv", "text\nCall me; Ishmael\n"))
+    assert rows[0]["text"] == "Call me; Ishmael"
+
+
 def test_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
     other = '{"prompt": "é", "completion": "ü"}\n'
     path = write(tmp_path / "a.jsonl", GOOD * 2 + other, "latin-1")

@@ -38,6 +38,39 @@ def read_tokens(
     return (encode or encode_text)(path.read_text(encoding="utf-8"))
 
 
+MAX_TOKEN_BYTES, MAX_SHORT_BYTES = 16, 2**20
+"""Bytes for each token of a sequence from which a text is long enough with any tokenizer, and the largest
+text that is tokenized before a launch, which takes about half a second."""
+
+
+def check_text_length(
+    path: Path, encode: Callable[[str], TokenIds] | None, field: str, seq_len: int, fraction: float | None
+) -> None:
+    """Raise ``ValueError`` for a text of fewer tokens than a run reads, as ranks do after their start.
+
+    ``field`` names the text. ``fraction`` is that of ``Finetune.validation``, which needs a window of its
+    own; None: none. A file that is large enough for any tokenizer is not read.
+    """
+    if path.stat().st_size > min(MAX_SHORT_BYTES, MAX_TOKEN_BYTES * seq_len * (1 if fraction is None else 2)):
+        return
+    num_tokens = len(read_tokens(path, encode, field))
+    _check_num_tokens(num_tokens, seq_len)
+    if fraction is not None:
+        _check_num_windows(f"{field.partition('.')[0]}.validation", num_tokens // seq_len, seq_len, fraction)
+
+
+def _check_num_tokens(num_tokens: int, seq_len: int) -> None:
+    if num_tokens < seq_len:
+        allowed = f"at most the {num_tokens:,} tokens of the text"
+        refuse("Recipe.seq_len", seq_len, allowed, f"seq_len={num_tokens}, or a longer text")
+
+
+def _check_num_windows(field: str, num_windows: int, seq_len: int, fraction: float) -> None:
+    if num_windows < 2:
+        allowed = f"a text of at least two windows of {seq_len:,} tokens, one of them for validation"
+        refuse(field, fraction, allowed, {"validation": None})
+
+
 # eq=False: comparing arrays of tokens gives an array and no bool.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows(Batches):
@@ -49,13 +82,7 @@ class Windows(Batches):
     """Tokens in one window."""
 
     def __post_init__(self) -> None:
-        if len(self.tokens) < self.seq_len:
-            refuse(
-                "Recipe.seq_len",
-                self.seq_len,
-                f"at most the {len(self.tokens):,} tokens of the text",
-                f"seq_len={len(self.tokens)}, or a longer text",
-            )
+        _check_num_tokens(len(self.tokens), self.seq_len)
 
     @property
     def num_samples(self) -> int:
@@ -97,9 +124,7 @@ def split_windows(field: str, windows: Windows, fraction: float) -> tuple[Window
 
     Raises ``ValueError`` naming ``field`` for a text of one window.
     """
-    if windows.num_samples < 2:
-        allowed = f"a text of at least two windows of {windows.seq_len:,} tokens, one of them for validation"
-        refuse(field, fraction, allowed, {"validation": None})
+    _check_num_windows(field, windows.num_samples, windows.seq_len, fraction)
     num_validation = max(1, round(windows.num_samples * fraction))
     cut = (windows.num_samples - num_validation) * windows.seq_len
     validation = replace(windows, tokens=windows.tokens[cut:], in_order=True)

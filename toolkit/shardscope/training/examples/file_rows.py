@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 JSON_LINES = (".jsonl", ".ndjson")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+"""Suffix -> usual delimiter of the cells."""
+OTHER_DELIMITERS = (";", "\t", "|", ",")
+"""Delimiters of files whose suffix promises another: spreadsheets write ";" where numbers have a comma."""
 CHUNK_BYTES = 2**20
 MAX_CELL_CHARACTERS = 2**31 - 1
 """Longest cell of a CSV file; a larger limit is refused where a C long has 32 bits."""
@@ -162,14 +165,30 @@ def _refuse_encoding(field: str, path: Path, byte: int, line: int, encoding: str
 
 def read_header(path: Path) -> list[str]:
     """Return the column names of a CSV or TSV file."""
+    return _split_header(path, find_delimiter(path))
+
+
+def find_delimiter(path: Path) -> str:
+    """Return the delimiter of a CSV or TSV file: the usual one, unless only another divides its header."""
+    usual = DELIMITERS[path.suffix.lower()]
+    if len(_split_header(path, usual)) != 1:
+        return usual
+    return max((usual, *OTHER_DELIMITERS), key=lambda delimiter: len(_split_header(path, delimiter)))
+
+
+def _split_header(path: Path, delimiter: str) -> list[str]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        return next(_create_reader(file, path), [])
+        return next(_divide_cells(file, delimiter), [])
 
 
 def _create_reader(file: TextIO, path: Path) -> Reader:
+    return _divide_cells(file, find_delimiter(path))
+
+
+def _divide_cells(file: TextIO, delimiter: str) -> Reader:
     # The limit of this process, 128 KiB unless somebody has changed it: a long document is one cell.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARACTERS))
-    return csv.reader(file, delimiter=DELIMITERS[path.suffix.lower()])
+    return csv.reader(file, delimiter=delimiter)
 
 
 def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
@@ -188,7 +207,7 @@ def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
             copy.open("w", encoding="utf-8", newline="") as target,
         ):
             reader = _create_reader(source, path)
-            writer = csv.writer(target, delimiter=DELIMITERS[path.suffix.lower()])
+            writer = csv.writer(target, delimiter=find_delimiter(path))
             header = next(reader, [])
             writer.writerow(header)
             for row in filter(None, reader):

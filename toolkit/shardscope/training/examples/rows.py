@@ -20,6 +20,7 @@ from shardscope.training.examples.file_rows import (
     JSON_LINES,
     FileRows,
     check_is_utf8,
+    find_delimiter,
     has_rows,
     read_header,
     write_readable_copies,
@@ -218,7 +219,7 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
         refuse(field, str(first), f"data with at least one row: this file {problem}", "a file that has rows")
     loader, options = LOADERS[files[0].suffix.lower()], dict[str, object]()
     if loader == "csv":
-        options["delimiter"] = DELIMITERS[files[0].suffix.lower()]
+        options["delimiter"] = find_delimiter(files[0])
         # As text: pandas would read the answer "2" as a number, and "007" as 7.
         options["features"] = datasets.Features(
             {name: datasets.Value("string") for name in read_header(files[0])}

@@ -62,6 +62,8 @@ class RowCounts:
     """The first of these rows with their reasons, such as "row 3: no token of it bears loss"."""
     longest_without_loss: int = 0
     """Tokens of the longest of these rows, before truncation."""
+    needed_lengths: list[int] = field(default_factory=list)
+    """For each row that only truncation leaves without loss, the smallest sequence length with some."""
     length_with_loss: int = 0
     """The smallest sequence length that leaves every row a token that bears loss, if any length does."""
 
@@ -77,6 +79,7 @@ class RowCounts:
             self.num_never_with_loss += 1
             reason = "both answers are the same" if len(sides) > 1 else "no token of it bears loss"
         else:
+            self.needed_lengths.append(length)
             what = "what its answers differ in" if len(sides) > 1 else "its completion"
             reason = f"seq_len={seq_len:,} cuts off {what}, which begins at token {length:,}"
         self.longest_without_loss = max(self.longest_without_loss, *(len(side.ids) for side in sides))
@@ -214,8 +217,7 @@ def find_refusal(
         return FieldError(field, value, "at least one readable row", "repair them")
     fixes = []
     longer = min(-(-counts.longest_without_loss // MULTIPLE) * MULTIPLE, max_seq_len or 2**62)
-    if seq_len is not None and seq_len < counts.length_with_loss <= longer:
-        kept = number - counts.num_never_with_loss
+    if kept := sum(length <= longer for length in counts.needed_lengths):
         named = "it" if number == 1 else "all of them" if kept == number else f"{kept:,} of them"
         fixes.append(f"Recipe(seq_len={longer}), which keeps {named}")
     if counts.num_examples:

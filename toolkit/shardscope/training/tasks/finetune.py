@@ -15,6 +15,7 @@ from shardscope.records.json_files import read_json
 from shardscope.training.checkpoints.folders import POSITION_FILE
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer, describe_unused_rows
+from shardscope.training.data.windows import check_text_length
 from shardscope.training.examples.batches import find_padding_id
 from shardscope.training.examples.conversation import Prompt, encode_prompts, find_end_ids, read_prompts
 from shardscope.training.examples.encoding import LOSS_ON, Encoder, LossOn
@@ -39,6 +40,7 @@ from shardscope.training.tasks.choices import (
 from shardscope.training.tasks.finetune_checks import (
     check_length,
     check_objective,
+    check_row_lengths,
     check_rows,
     check_samples,
     check_streaming,
@@ -482,3 +484,13 @@ class Finetune(TextTask):
             check_rows(self, self._rows)
         check_config(plan, folder.config)
         WeightsTokenizer(folder).check(plan.architecture.vocab_size)
+
+    def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
+        """See :class:`TextTask`. Also if ``seq_len`` leaves rows of the data nothing to learn."""
+        super().check_launch(plan, folder, name)
+        if self.plain_text is None:
+            check_row_lengths(self, self._rows, plan.recipe.seq_len)
+
+    def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
+        fraction = self.validation if field == "data" and isinstance(self.validation, float) else None
+        check_text_length(path, self.encode(), self._field(field), plan.recipe.seq_len, fraction)

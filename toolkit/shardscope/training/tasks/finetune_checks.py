@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import Value, check_choice, check_flag, check_integer, check_number, refuse
-from shardscope.training.examples.rows import describe_source, is_text, resolve_source
+from shardscope.training.data.weights_tokenizer import WeightsTokenizer
+from shardscope.training.examples.encoding import Encoder
+from shardscope.training.examples.formats import Format, read_example
+from shardscope.training.examples.rows import Row, describe_source, is_text, resolve_source
 from shardscope.training.examples.streamed_rows import check_streamable
-from shardscope.training.examples.token_table import check_row
+from shardscope.training.examples.token_table import (
+    RowCounts,
+    check_examples,
+    check_row,
+    iterate_encoded,
+)
 from shardscope.training.preferences.settings import OBJECTIVES
 from shardscope.training.tasks.text_task import MAX_STEPS, name_field, resolve_text
 
@@ -20,6 +30,10 @@ MAX_PROMPTS, MAX_PROMPT_LENGTH, MAX_NEW_TOKENS = 16, 10_000, 4096
 """Maximum number of sample prompts, of characters in each, and of tokens in an answer."""
 MAX_CHECKED_ROWS = 1000
 """Rows whose format is checked before a launch; the others are checked when they are tokenized."""
+MAX_LONG_PROMPTS = 100
+"""Rows with a long prompt that are tokenized before a launch; the others are tokenized by the ranks."""
+TEMPLATE_TOKENS = 64
+"""Tokens that a chat template may add before a completion, besides those of the messages."""
 
 
 def resolve_data(field: str, value: object) -> object:
@@ -140,6 +154,61 @@ def check_rows(task: Finetune, rows: FinetuneRows) -> None:
         if isinstance(task.validation, float) and len(opened) < 2:
             allowed = "a data source, or None: one row cannot be split"
             refuse(name_field(task, "validation"), task.validation, allowed, {"validation": None})
+
+
+def check_row_lengths(task: Finetune, rows: FinetuneRows, seq_len: int) -> None:
+    """Raise ``ValueError`` if ``seq_len`` leaves nothing to learn in rows that the task does not leave out.
+
+    Only rows are tokenized whose prompt may be too long, up to 100 of the first 1,000: without one,
+    transformers is not imported.
+    """
+    has_source = task.validation is not None and not isinstance(task.validation, float)
+    for name in ("data", "validation") if has_source else ("data",):
+        opened = rows.open(name)
+        format = rows.recognize_format(opened, name)
+        prompts = (
+            index
+            for index in range(min(len(opened), MAX_CHECKED_ROWS))
+            if _count_prompt_bytes(task, format, opened[index]) + TEMPLATE_TOKENS >= seq_len
+        )
+        indices = list(islice(prompts, MAX_LONG_PROMPTS))
+        if not indices:
+            continue
+        # The other rows count as examples: what is not known of them is no reason to refuse the data.
+        num_others = len(opened) - len(indices)
+        counts = RowCounts(num_rows=num_others, num_examples=num_others)
+        encoder = Encoder(WeightsTokenizer(task.folder).load(), task.loss_on)
+        field = name_field(task, name)
+        encoded = iterate_encoded(
+            field,
+            opened,
+            format,
+            encoder,
+            seq_len=seq_len,
+            bad_rows=task.bad_rows,
+            counts=counts,
+            indices=indices,
+        )
+        deque(encoded, maxlen=0)  # Only the counts are used.
+        check_examples(field, counts, seq_len, task.bad_rows, rows.max_seq_len)
+
+
+def _count_prompt_bytes(task: Finetune, format: Format, row: Row) -> int:
+    """Return the bytes before the first text of a row that bears loss: an upper bound of its tokens.
+
+    0 where all of the row bears loss, and for a malformed row, which is another error.
+    """
+    try:
+        example = read_example(format, row)
+    except ValueError:
+        return 0
+    if example.rejected_text:
+        return max(len(example.text.encode()), len(example.rejected_text.encode()))
+    turns = [place for place, message in enumerate(example.messages) if message["role"] == "assistant"]
+    if not turns or task.loss_on == "all":
+        return 0
+    first = turns[-1] if task.loss_on == "last" or example.rejected else turns[0]
+    return sum(len(message["content"].encode()) for message in example.messages[:first])
 
 
 def _refuse_number_of_prompts(task: Finetune, data: str) -> NoReturn:

@@ -38,6 +38,7 @@ from shardscope.training.checkpoints.choice import (
 )
 from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
+from shardscope.training.data.windows import check_text_length
 from shardscope.training.examples.source_record import describe_file
 from shardscope.training.optimizers.schedule import (
     DEFAULT_SCHEDULE,
@@ -428,12 +429,13 @@ class TextTask(ABC):
     def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
         """Raise ``ValueError`` if a run could not begin, for reasons other than the plan.
 
-        A text cannot be read, the checkpoint that ``resume=True`` would choose now for a run ``name`` in
-        ``folder`` cannot be loaded, a tracker's package or nsys is missing, or the disk has no room for
-        checkpoints and export.
+        A text cannot be read or is shorter than a sequence, the checkpoint that ``resume=True`` would choose
+        now for a run ``name`` in ``folder`` cannot be loaded, a tracker's package or nsys is missing, or the
+        disk has no room for checkpoints and export.
         """
         for field, path in self._list_texts().items():
             check_can_be_read(self._field(field), path)
+            self._check_text_length(field, path, plan)
         self._check_trackers()
         check_disk_space(self, plan, folder)
         if self.profile == "nsys" and shutil.which("nsys") is None:
@@ -448,6 +450,10 @@ class TextTask(ABC):
             warnings.warn(f"{self._field('resume')}: {choice.notice}", RuntimeWarning, stacklevel=2)
         if choice.checkpoint is not None:
             self._check_loads(choice.checkpoint, plan)
+
+    def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
+        """Raise ``ValueError`` if the text in ``field`` has too few tokens for ``plan``."""
+        check_text_length(path, self.encode(), self._field(field), plan.recipe.seq_len, None)
 
     def _find_resumable(self, value: object) -> Path:
         """Return the absolute run or checkpoint folder named by ``value``.
