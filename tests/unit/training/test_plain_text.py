@@ -64,16 +64,20 @@ def test_prose_is_text(tmp_path: Path, text: str) -> None:
         (b"", "empty"),
         (b"Call me\n\xff Ishmael.", "line 2"),
         ("Call me Ishmael.".encode("utf-16-le"), "UTF-16LE"),
+        (None, "a text file"),
     ],
-    ids=["empty", "not UTF-8", "UTF-16 without a mark"],
+    ids=["empty", "not UTF-8", "UTF-16 without a mark", "deleted"],
 )
 def test_a_text_that_cannot_be_read_is_refused_before_a_rank_starts(
-    content: bytes, words: str, tmp_path: Path
+    content: bytes | None, words: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "book.txt"
-    file.write_bytes(content)
+    file.write_bytes(content or b"")
     recipe = ss.Recipe(seq_len=64, global_batch_size=2)
     plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
     with pytest.raises(FieldError, match=words) as refused:
-        ss.Pretrain(num_steps=1, text=file).check_launch(plan, tmp_path, None)
+        task = ss.Pretrain(num_steps=1, text=file)
+        if content is None:
+            file.unlink()
+        task.check_launch(plan, tmp_path, None)
     assert refused.value.field == "Pretrain.text" and refused.value.fix

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardscope.core.errors import refuse
+from shardscope.core.errors import Value, refuse
 from shardscope.training.examples.file_rows import check_is_utf8
 
 STRUCTURED_SUFFIXES = {
@@ -56,10 +56,12 @@ def check_is_plain_text(field: str, path: Path) -> None:
 
 
 def check_can_be_read(field: str, path: Path) -> None:
-    """Raise ``ValueError``, naming ``field``, for a text that is empty, over 1 GiB or not in UTF-8.
+    """Raise ``ValueError``, naming ``field``, for a text that is missing, empty, over 1 GiB or not in UTF-8.
 
     It reads all of the file.
     """
+    if not path.is_file():
+        refuse(field, str(path), "a text file, or None for the shipped corpus", Value(None))
     size = path.stat().st_size
     if not size:
         refuse(field, str(path), "a text with words in it: this file is empty", "a file that has some")

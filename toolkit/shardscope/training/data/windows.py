@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import Value, refuse
+from shardscope.core.errors import refuse
 from shardscope.training.data.batches import Batches
 from shardscope.training.data.plain_text import check_can_be_read
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER, encode_text
@@ -32,8 +32,6 @@ def read_tokens(
     if text is None and encode is None:
         return read_shipped_tokens()
     path = text or SHIPPED_TEXT
-    if not path.is_file():
-        refuse(field, str(path), "a text file, or None for the shipped corpus", Value(None))
     check_can_be_read(field, path)
     return (encode or encode_text)(path.read_text(encoding="utf-8"))
 
