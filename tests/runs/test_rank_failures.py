@@ -316,5 +316,15 @@ def test_the_reason_of_a_failure_keeps_the_nearest_fix() -> None:
     summary = make_exception_record(long)["summary"]
     assert summary.startswith("raised FieldError: Finetune.data is 'rows'") and len(summary) <= 300
     assert summary.endswith("Nearest fix: shorter prompts.")
-    full = make_exception_record(OSError(errno.ENOSPC, "No space left on device", "/runs/mine"))["summary"]
-    assert "/runs/mine" in full and "Nearest fix: free some space" in full
+
+
+def test_the_fix_of_a_full_disk_is_one_that_the_task_has() -> None:
+    named = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/mine")
+    unnamed = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # As of file.write().
+    full = make_exception_record(named)["summary"]
+    assert "/runs/mine" in full and "Nearest fix: free some space" in full and "resume" not in full
+    assert "resume=" in make_exception_record(named, can_resume=True)["summary"]
+    full = make_exception_record(unnamed, can_resume=True)["summary"]
+    assert "Nearest fix: free some space" in full and "resume" not in full
+    limit = make_exception_record(OSError(errno.ENOSPC, "inotify watch limit reached"))["summary"]
+    assert "Nearest fix" not in limit

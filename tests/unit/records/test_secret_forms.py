@@ -203,6 +203,36 @@ def test_a_credential_of_several_lines_is_masked_in_every_form(monkeypatch: pyte
         assert "zzTop" in text and "zzTop" not in redact(text)
 
 
+def test_of_a_credential_in_an_ini_file_only_the_secrets_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "[default]",
+        "region = us-east-1",
+        "output=json-stream",
+        f"aws_secret_access_key = {KEY}/{KEY}==",
+        f"export sessionToken='{HEX}'",
+    ]
+    monkeypatch.setenv("AWS_CREDENTIALS", "\n".join(lines))
+    for plain in (
+        "the profile [default] is used",
+        "region = us-east-1",
+        "in us-east-1",
+        "output=json-stream",
+    ):
+        assert redact(plain) == plain
+    for line in (*lines[3:], f"got {KEY}/{KEY}==, ok", f"got {HEX}, ok"):
+        assert KEY not in redact(line) and HEX not in redact(line)
+    assert redact("\n".join(lines)) == "*" * len("\n".join(lines))
+
+
+def test_a_secret_in_json_is_masked_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = f"{KEY}ab/\n{KEY}cd=="
+    fields = {"type": "service", "client_secret": f'{HEX}"x', "private_key": body, "port": 54321678}
+    monkeypatch.setenv("CLIENT_CREDENTIALS", json.dumps(fields, indent=2))
+    text = f'port: 54321678, secret {HEX}"x, key {KEY}cd==, {body!r}'
+    assert redact(text).startswith("port: 54321678, secret *")
+    assert HEX not in redact(text) and KEY not in redact(text)
+
+
 @pytest.mark.parametrize("line", ["expected -----BEGIN PRIVATE KEY-----, not x\n", "-----BEGIN EPOCH-----\n"])
 def test_a_line_that_begins_no_key_is_not_held_back(line: str, tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -22,7 +22,7 @@ from shardscope.records.regular_files import (
     open_to_read,
     size_of,
 )
-from shardscope.records.secret_forms import KNOWN_FORMS, is_path, is_secret_name
+from shardscope.records.secret_forms import KNOWN_FORMS, is_path, is_secret_field, is_secret_name
 
 MASK = "*"
 MIN_LENGTH = 8
@@ -39,6 +39,11 @@ MARGIN_BYTES = 16
 """Upper bound of the context to the left that the patterns look at (lookbehind)."""
 BEGIN_OF_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?=\s|\\[nr])")
 """The first line of a private key; an error message that mentions it goes on in the same line."""
+SECTION = re.compile(r"\[[^]=\"]*]")
+"""A section's header in an INI file."""
+JSON_FIELD = re.compile(r'"([^"]+)"\s*:\s*"(.*)",?')
+ASSIGNMENT = re.compile(r"(?:export\s+)?([^\s=\"']+)\s*=\s*([^=]+={0,2})")
+"""A field of an INI file or a variable of a shell; not a line of base64, which only ends with "="."""
 MAX_KEY_BYTES = 12_288
 """Longest private key, with its first line, that the patterns recognize."""
 PIECE_BYTES = 2**23
@@ -48,14 +53,43 @@ PIECE_BYTES = 2**23
 def secret_values(environment: Mapping[str, str]) -> list[str]:
     """Return the values in ``environment`` whose variable names denote secrets, longest first.
 
-    Those of several lines, such as a credential in JSON, are followed by their lines: a log may have them
-    indented, behind a prefix, or one by one.
+    Those of several lines, such as a credential in JSON, are followed by the secrets in their lines: a log
+    may have them indented, behind a prefix, or one by one.
     """
     # Filter by name before reading: os.environ decodes each value on access.
     values = {environment.get(name, "") for name in environment if is_secret_name(name)}
-    values |= {line.strip() for value in values for line in value.splitlines()}
+    values |= {secret for value in values for secret in _find_line_secrets(value)}
     secrets = {value for value in values if len(value) >= MIN_LENGTH and not is_path(value)}
     return sorted(secrets, key=len, reverse=True)
+
+
+def _find_line_secrets(value: str) -> Iterator[str]:
+    """Yield the secrets in the lines of a value of several lines: whole lines, or values of named fields.
+
+    A line such as ``region = us-east-1`` is ordinary text, in a log too.
+    """
+    lines = [line.strip() for line in value.splitlines()]
+    if len(lines) < 2:
+        return
+    for line in lines:
+        if SECTION.fullmatch(line):
+            continue
+        if pair := JSON_FIELD.fullmatch(line):
+            name, text = pair.groups()
+            if not is_secret_field(name):
+                yield line  # Of JSON, a whole line is hardly ordinary text, and other names hide secrets too.
+                continue
+            yield text
+            with contextlib.suppress(ValueError):
+                decoded = str(json.loads(f'"{text}"'))
+                yield decoded
+                yield from _find_line_secrets(decoded)  # Such as a private key.
+        elif pair := ASSIGNMENT.fullmatch(line):
+            name, text = pair.groups()
+            if is_secret_field(name):
+                yield text.strip("\"'")
+        else:
+            yield line
 
 
 _learned: set[str] = set()

@@ -24,6 +24,12 @@ def is_secret_name(name: str) -> bool:
     return SECRET_NAMES.search(name) is not None
 
 
+def is_secret_field(name: str) -> bool:
+    """Return whether a file's field of this name holds a secret, such as ``secretKey`` or ``auth-token``."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return is_secret_name(re.sub(r"[^A-Za-z0-9]", "_", words))
+
+
 def is_path(value: str) -> bool:
     """Return whether ``value`` is a path to a secret instead of a secret; base64 may start with "/" too.
 

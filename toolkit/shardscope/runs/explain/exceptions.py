@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 import traceback
 from typing import TypedDict
@@ -11,7 +12,6 @@ from shardscope.runs.explain.failure import looks_like_peer_lost
 
 MAX_TEXT = 64 * 1024
 MAX_SUMMARY = 300
-DISK_FIX = "free some space there, then launch again with resume= for the last checkpoint"
 
 
 class ExceptionRecord(TypedDict):
@@ -29,10 +29,11 @@ class ExceptionRecord(TypedDict):
     """Whether the exception only reports that another rank is gone."""
 
 
-def make_exception_record(error: BaseException) -> ExceptionRecord:
+def make_exception_record(error: BaseException, *, can_resume: bool = False) -> ExceptionRecord:
     """Return time, type, one-line summary and bounded traceback of ``error``. Never raises.
 
     The time is recorded twice: in epoch seconds for display, and by the monotonic clock for ordering.
+    ``can_resume``: the task has the field ``resume``, which the fix of a full disk then names.
     """
     # The times first: formatting a long traceback takes time, and failures are ordered by them.
     now, monotonic = time.time(), time.monotonic()
@@ -51,8 +52,8 @@ def make_exception_record(error: BaseException) -> ExceptionRecord:
     summary = f"raised {name}: {first_line}" if first_line else f"raised {name}"
     if notes := getattr(error, "__notes__", ()):  # The position in the user's script.
         summary = f"{summary[: MAX_SUMMARY // 2]} ({notes[0]})"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        summary = f"{summary}. Nearest fix: {DISK_FIX}"
+    if isinstance(error, OSError) and (fix := _find_disk_fix(error, can_resume=can_resume)):
+        summary = f"{summary}. Nearest fix: {fix}"
     if isinstance(error, SystemExit):
         summary = f"called sys.exit({first_line})"
     return {
@@ -63,6 +64,17 @@ def make_exception_record(error: BaseException) -> ExceptionRecord:
         "traceback": text,
         "peer_lost": looks_like_peer_lost(name, text),
     }
+
+
+def _find_disk_fix(error: OSError, *, can_resume: bool) -> str:
+    """Return the fix for a full disk; empty if ``error`` is another one."""
+    if error.errno != errno.ENOSPC:
+        return ""
+    if error.filename is None:
+        # ENOSPC is also the error of a limit, such as that of inotify's watches; libraries then say so.
+        return "free some space on that disk" if error.strerror == os.strerror(errno.ENOSPC) else ""
+    again = " with resume= for the last checkpoint" if can_resume else ""
+    return f"free some space there, then launch again{again}"
 
 
 def _cut_middle(summary: str) -> str:

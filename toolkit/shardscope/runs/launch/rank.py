@@ -22,6 +22,7 @@ from shardscope.runs.launch.best_effort_output import flush_output, redirect_str
 from shardscope.runs.launch.rendezvous.loopback import ADDRESS
 from shardscope.runs.watch.stacks import install_stack_handler
 from shardscope.training.tasks.lazy_functions import check_was_run
+from shardscope.training.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -66,7 +67,7 @@ def run_rank(
         _write_marker(folder, rank, exit="finished", ended=time.time())
     except BaseException as error:
         restore_output(log)
-        _record_failure(folder, rank, error)
+        _record_failure(folder, rank, error, can_resume=isinstance(task, TextTask))
         _exit_within_grace(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
     finally:
         flush_output()
@@ -182,9 +183,9 @@ def _write_marker(folder: RunFolder, rank: int, **more: object) -> None:
         print(f"shardscope: could not write {folder.rank(rank)}: {error}", file=sys.stderr)
 
 
-def _record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
+def _record_failure(folder: RunFolder, rank: int, error: BaseException, *, can_resume: bool) -> None:
     """Write the error record, before anything that might hang or end the process."""
-    record = make_exception_record(error)
+    record = make_exception_record(error, can_resume=can_resume)
     if isinstance(error, SystemExit):
         record["summary"] += " before its task returned"
     try:
