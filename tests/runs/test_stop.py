@@ -225,6 +225,33 @@ def test_fault_24_the_run_folder_is_moved(plan: Any, tmp_path: Path) -> None:
     assert not (moved / "task.pkl").exists() and not (moved / "tmp").exists()
 
 
+def test_fault_24_another_folder_is_at_the_path_of_a_moved_run(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.steps_until_stop, folder=tmp_path, name="a")
+    seconds_until(run.metrics)
+    moved = run.folder.rename(tmp_path / "old")
+    run.folder.mkdir()
+    again = Run.attach(moved)
+    assert again.wait(15) == "stopped" and str(moved) in again.reason
+    assert seconds_until(lambda: not list_processes(tmp_path), 5) < 5
+    assert not list(run.folder.iterdir())
+    assert not (moved / "task.pkl").exists() and not (moved / "tmp").exists()
+
+
+def test_fault_24_a_run_is_launched_at_the_path_of_a_moved_one(plan: Any, tmp_path: Path) -> None:
+    """Neither run sees the commands, or writes the records, of the other."""
+    run = launch(plan, tasks.steps_until_stop, folder=tmp_path, name="a")
+    seconds_until(run.metrics)
+    moved = Run.attach(run.folder.rename(tmp_path / "old"))
+    new = launch(plan, tasks.steps_until_stop, folder=tmp_path, name="a")
+    assert new.folder == run.folder
+    assert moved.wait(15) == "stopped" and str(moved.folder) in moved.reason
+    seconds_until(lambda: new.status == "running" and len(new.metrics()) > 40)
+    assert (new.folder / "tmp").exists() and not (new.folder / "exits.jsonl").exists()
+    assert [change["status"] for change in new.history] == ["starting", "running"]
+    new.stop(checkpoint=True)
+    assert new.wait(10) == "stopped" and new.reason.startswith("run.stop(checkpoint=True) was called")
+
+
 def test_fault_24_the_run_folder_is_deleted(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.deletes_its_folder, folder=tmp_path)
     assert run.wait(30) == "lost" and run.reason == "its folder is gone"

@@ -19,6 +19,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from shardscope.machine import processes
 from shardscope.machine.os_errors import describe_shortage, is_absent
@@ -66,6 +67,7 @@ class Supervisor:
         self.folder = folder
         self._open_folder = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY)
         """Descriptor of the folder, which follows it when it is moved; never closed."""
+        self._identity = os.fstat(self._open_folder)
         self.lease = lease
         self.signals = signals
         self.exits = LineTail(folder.exits)
@@ -311,25 +313,48 @@ class Supervisor:
             self.set_status("running", f"{self.world_size} rank{'s' * (self.world_size > 1)} at work")
 
     def _send_heartbeat(self) -> None:
+        if self._check_path() == "this folder":
+            with contextlib.suppress(OSError):
+                os.utime(self.folder.supervisor)
+            return
+        # Without its folder the run could not be seen or stopped any more.
+        if self._has_left_path():
+            # Before SIGTERM, after which launcher and ranks would write how they ended to the old path, where
+            # another run may be.
+            self.signal_ranks(signal.SIGKILL)
+        self.stop.terminate(self._describe_lost_folder(self._find_moved_folder()))
+
+    def _check_path(self) -> Literal["this folder", "another folder", "nothing"]:
+        """Return what the run folder's path leads to now; this folder if that cannot be determined."""
         try:
-            os.utime(self.folder.supervisor)
+            is_same = os.path.samestat(self.folder.path.stat(), self._identity)
         except OSError as error:
-            if is_absent(error) and not self.folder.path.exists():
-                # Without its folder the run could not be seen or stopped any more.
-                moved = self._find_moved_folder()
-                what = "is gone" if moved is None else f"was moved to {moved.path} while it ran"
-                self.stop.terminate(f"the run folder {what}")
+            return "nothing" if is_absent(error) else "this folder"
+        return "this folder" if is_same else "another folder"
+
+    def _has_left_path(self) -> bool:
+        """Return whether the run folder was moved or deleted, so that nothing may be written to its path."""
+        content = self._check_path()
+        # That of several nodes is on a file system that they share, and may only be invisible here.
+        return content == "another folder" or (content == "nothing" and self.peers is None)
 
     def _find_moved_folder(self) -> RunFolder | None:
-        """Return the run folder if it has another path now; None if it has not, or is deleted."""
-        # That of several nodes is on a file system that they share, and may only be invisible here.
-        if isinstance(self.folder, NodeFolder) or self.folder.path.exists():
+        """Return the run folder if it has another path now; None if it has not, or is deleted.
+
+        None on nodes, whose descriptors may not follow a folder that another machine moves.
+        """
+        if self.peers is not None or not self._has_left_path():
             return None
         with contextlib.suppress(OSError):
             # Of a deleted folder the link names no existing path (proc(5)); other systems have no /proc.
             path = Path(f"/proc/self/fd/{self._open_folder}").readlink()
             return RunFolder(path) if path.is_dir() else None
         return None
+
+    @staticmethod
+    def _describe_lost_folder(moved: RunFolder | None) -> str:
+        what = "is gone" if moved is None else f"was moved to {moved.path} while it ran"
+        return f"the run folder {what}"
 
     def _sleep(self) -> None:
         if self.lease is None:
@@ -344,6 +369,10 @@ class Supervisor:
     def _finish(self) -> None:
         """Clean up after the ranks and write the final status."""
         self.end.kill_processes()
+        if self._has_left_path():
+            self._finish_at_new_path()
+            return
+        self.end.delete_temporary_files()
         if isinstance(self.folder, NodeFolder):
             verdict = self.end.record_node_end(self.folder, self._describe_outcome())
             if self.folder.is_lead:
@@ -368,7 +397,16 @@ class Supervisor:
             self.folder.task.unlink(missing_ok=True)
         self.set_status(final.status, final.reason, **final.details)
         self.end.finish(final.status)
-        if (moved := self._find_moved_folder()) is not None:  # All of this was done at its old path.
+
+    def _finish_at_new_path(self) -> None:
+        """Write the final status of a moved run folder, and clean up there; nothing if it is deleted.
+
+        Its old path may already be the folder of another run.
+        """
+        processes.kill_descendants()  # Trackers too: they would report the other run's metrics.
+        moved = self._find_moved_folder()
+        self.set_status("stopped", self._describe_lost_folder(moved))
+        if moved is not None:
             clean_up_killed_run(moved)
 
     def _describe_outcome(self) -> Outcome:
@@ -409,13 +447,14 @@ class Supervisor:
 
     def set_status(self, status: Status, reason: str, **more: object) -> None:
         """Record a status of the run."""
+        folder: RunFolder | None = self.folder
+        if self._has_left_path():
+            folder = self._find_moved_folder()
         try:
-            self.folder.set_status(status, reason, **more)
+            if folder is None:
+                raise FileNotFoundError(f"{self.folder.path} is gone")
+            folder.set_status(status, reason, **more)
         except OSError as error:  # A full disk must not prevent us from ending the ranks.
-            if (moved := self._find_moved_folder()) is not None:
-                with contextlib.suppress(OSError):
-                    moved.set_status(status, reason, **more)
-                    return
             self.log(f"could not write status {status!r} ({reason}): {error}")
 
     @staticmethod

@@ -109,6 +109,9 @@ class RunEnd:
         if not processes.kill_descendants(except_for=self.trackers.pid):
             left = processes.list_descendants(self.trackers.pid)
             self.log(f"these processes could not be killed: {left}")
+
+    def delete_temporary_files(self) -> None:
+        """Delete the temporary files of launcher and ranks, and the space reserved for records."""
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
         if isinstance(self.folder, NodeFolder):
             with contextlib.suppress(OSError):
