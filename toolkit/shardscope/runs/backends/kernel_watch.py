@@ -76,6 +76,8 @@ class KernelWatch:
             except OSError as error:
                 print(f"The run {self._folder.path} will not end with this kernel: {error}", file=sys.stderr)
                 return
+            if self._is_stopped.is_set():  # stop() may have killed the one before.
+                self._watcher.kill()
 
 
 def watch_kernel(folder: RunFolder, lease: int) -> None:
