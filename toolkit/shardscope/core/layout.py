@@ -188,7 +188,7 @@ class Layout(Serializable):
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """What leaves the GPUs' memory, as text for the Studio: ``parameters on CPU``."""
+        """Training state outside of the GPUs' memory, as text for the Studio: ``parameters on CPU``."""
         return ()
 
     @property

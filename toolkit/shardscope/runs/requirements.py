@@ -1,4 +1,4 @@
-"""What the machine and its Python need before a process may train or measure."""
+"""Requirements of training and measuring: Linux, and the packages of the ``train`` extra."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ PART = re.compile(r"[^/\0]+")
 
 
 class State(NamedTuple):
-    """What a copy has of one file."""
+    """Received part of one file of a run folder."""
 
     num_bytes: int
     """Number of its first bytes that are there."""

@@ -283,7 +283,7 @@ class Supervisor:
 
     @property
     def seems_to_hang(self) -> bool:
-        """Whether the ranks seem to hang."""
+        """Return whether the ranks seem to hang."""
         return self.checks.hangs
 
     def has_returned_unasked(self) -> bool:
