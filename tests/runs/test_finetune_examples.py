@@ -102,14 +102,14 @@ def test_malformed_rows_are_refused_before_a_rank_starts_or_skipped(tmp_path: Pa
 
 
 @thorough()
-def test_a_row_whose_completion_is_cut_off_ends_the_run_or_is_left_out(tmp_path: Path) -> None:
+def test_a_row_whose_completion_is_cut_off_is_refused_before_a_rank_starts_or_left_out(
+    tmp_path: Path,
+) -> None:
     folder = small_model(tmp_path, "llama")
     long = {"prompt": "Where is the whale? " * 9, "completion": " At sea"}
     data = write_rows(tmp_path / "rows.jsonl", [*ROWS, long])
-    run = launch(folder, data, Layout.ddp(), tmp_path / "runs")
-    assert run.wait(150) == "failed"
-    assert "Line 5 of rows.jsonl: seq_len=32 cuts off its completion" in str(run.error)
-    assert "or Finetune(bad_rows='skip')" in str(run.error)
+    with pytest.raises(ValueError, match=r"Line 5 of rows\.jsonl: seq_len=32 cuts off .*bad_rows='skip'"):
+        launch(folder, data, Layout.ddp(), tmp_path / "runs")
     run = launch(folder, data, Layout.ddp(), tmp_path / "runs", bad_rows="skip_truncated")
     assert run.wait(150) == "finished", run.error
     assert "left out: 1 row without a token that bears loss (line 5 of rows.jsonl: " in run.logs(0)

@@ -148,7 +148,7 @@ def test_run_json_has_task_fields_but_no_strings_of_user_tasks(
         return ss.launch(make_plan(), task, folder=tmp_path).task_fields
 
     book = tmp_path / "book.txt"
-    book.write_text("It was")
+    book.write_text("Call me Ishmael. " * 100)
     fields = launch_and_read_fields(ss.Pretrain(num_steps=60, seed=3, text=book))
     assert (fields["num_steps"], fields["seed"], fields["learning_rate"]) == (60, 3, 1e-3)
     assert fields["text"] == str(book) and fields["resume"] is None and fields["warmup"] == 0.03
