@@ -177,6 +177,17 @@ def test_best_compares_the_weights_that_runs_kept(tmp_path: Path) -> None:
         sweep.best("accuracy")
 
 
+@pytest.mark.parametrize("status", ["lost", "failed"])
+def test_a_run_without_a_result_has_its_reason_in_the_table(status: str, tmp_path: Path) -> None:
+    grid = build_grid(PLAN, TASK, RATES, "lr")
+    for each, ended in zip(grid, ("finished", status), strict=True):
+        write_run(each.name, ended, parent=tmp_path, task=TASK, reason=f"it {ended}")
+    entries = [sweep_module._Entry(each, ss.Run.attach(tmp_path / each.name)) for each in grid]
+    sweep = Sweep("lr", tmp_path, entries, at_once=1, force=False)
+    assert list(sweep.to_frame()["problem"]) == ["", f"it {status}"]
+    assert f"it {status}" in sweep._repr_html_()
+
+
 @needs_installed("torch")
 def test_runs_side_by_side_get_gpus_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]

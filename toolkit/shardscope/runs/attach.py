@@ -6,11 +6,13 @@ import contextlib
 import os
 from pathlib import Path
 
+from shardscope.core.errors import FieldError, find_similar
 from shardscope.records.folder import FINAL, RunFolder, checked_path
 from shardscope.records.folder_checks import check_file_kinds, check_supervisor
 from shardscope.runs.backends.ray.puller import continue_stream
 from shardscope.runs.run import Run
 from shardscope.runs.summaries import is_run, list_runs
+from shardscope.training.tasks.text_task import DEFAULT_FOLDER
 
 MAX_NAMES = 20
 """Maximum number of run names listed in an error message."""
@@ -22,11 +24,7 @@ def attach_run(folder: str | os.PathLike[str]) -> Run:
     if is_run(path):
         return _open_run(path)
     if not path.exists():
-        # As typed in the folder of a project, whose runs are in ``runs``.
-        parents = (path.parent, path.parent / "runs")
-        nearby = [str(parent / summary.name) for parent in parents for summary in list_runs(parent)]
-        listed = f"; runs there: {', '.join(nearby[:MAX_NAMES])}" if nearby else ""
-        raise ValueError(f"folder is {path}, which does not exist{listed}.")
+        raise _describe_refusal(path, "does not exist")
     summaries = list_runs(path)
     undamaged = [summary for summary in summaries if summary.run is not None]
     if len(undamaged) == 1:
@@ -38,7 +36,30 @@ def attach_run(folder: str | os.PathLike[str]) -> Run:
     if len(summaries) > MAX_NAMES:
         names.append(f"{len(summaries) - MAX_NAMES} more")
     contents = ", ".join(names) or "no run at all"
-    raise ValueError(f"folder is {path}, which is not a run folder; it contains: {contents}.")
+    newest = str(path / undamaged[-1].name) if undamaged else None
+    raise _describe_refusal(path, f"is not a run folder; it contains: {contents}", newest)
+
+
+def _describe_refusal(path: Path, problem: str, fix: str | None = None) -> FieldError:
+    """Return the error of a folder that is no run, with the runs nearby.
+
+    ``fix`` is the nearest run; None: find it among them.
+    """
+    # As typed in the folder of a project, whose runs are in ``runs``; and where ss.launch makes runs.
+    parents = (path.parent, path.parent / DEFAULT_FOLDER, Path(DEFAULT_FOLDER).absolute())
+    nearby = [
+        parent / summary.name
+        for parent in dict.fromkeys(parents)
+        for summary in list_runs(parent)
+        if summary.run is not None
+    ]
+    listed = f"; runs nearby: {', '.join(map(str, nearby[:MAX_NAMES]))}" if nearby and fix is None else ""
+    if fix is None and nearby:
+        similar = find_similar(path.name, [run.name for run in nearby])
+        # The newest run is the last of each folder.
+        fix = str(next((run for run in nearby if run.name == similar), nearby[-1]))
+    allowed = f"the folder of a run: {path} {problem}{listed}"
+    return FieldError("Run.attach folder", str(path), allowed, fix or "the path that run.folder has")
 
 
 def _open_run(path: Path) -> Run:

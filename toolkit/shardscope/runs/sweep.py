@@ -229,7 +229,8 @@ class Sweep(Runs):
         """Return one row per combination, those that wait included.
 
         Columns: ``run``, ``status``, each swept field, last ``loss``, last and best validation loss,
-        ``seconds``, and ``problem``: why it was not launched. ``sweep.runs`` compares with predictions.
+        ``seconds``, and ``problem``: why it was not launched, or why it failed or was lost. ``sweep.runs``
+        compares with predictions.
         """
         import pandas as pd
 
@@ -345,7 +346,7 @@ class Sweep(Runs):
                     VALIDATION_LOSS: None if losses is None else losses.last,
                     "best_validation_loss": None if losses is None else losses.best,
                     "seconds": None if run is None else summarize(run.folder, run).seconds,
-                    "problem": entry.problem,
+                    "problem": entry.problem or _describe_end(run),
                 }
             )
         return rows
@@ -384,6 +385,11 @@ _active: dict[Path, Sweep] = {}
 """Sweeps of this process by their folder and name."""
 _active_lock = threading.Lock()
 TABLE = ("run", "status", "loss", VALIDATION_LOSS, "best_validation_loss", "seconds", "problem")
+
+
+def _describe_end(run: Run | None) -> str:
+    """Return why a run has no result; empty for one that finished, was stopped or goes on."""
+    return run.reason if run is not None and run.status in ("failed", "lost") else ""
 
 
 def _format_cell(name: str, value: object) -> str:

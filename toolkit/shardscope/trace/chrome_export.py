@@ -20,8 +20,10 @@ from shardscope.trace.loading.chunks import (
     FLOW_STEP,
     INSTANT,
 )
+from shardscope.trace.loading.document import Document, MergedRank, MergedThread
 
 if TYPE_CHECKING:
+    from shardscope.trace.marks import Marks
     from shardscope.trace.store import Trace
 
 PHASES = {FLOW_START: "s", FLOW_STEP: "t", FLOW_END: "f", COUNTER: "C", INSTANT: "i", ASYNC_INSTANT: "n"}
@@ -47,8 +49,11 @@ def iterate_chrome(trace: Trace) -> Iterator[bytes]:
     A rank is a process, and each of its tracks a thread: process and thread numbers of different hosts may be
     the same.
     """
-    # The number is for reading the file again, where all of it is one rank (loading/rank_file.py).
-    yield b'{"displayTimeUnit":"ns","numMergedRanks":%d,"traceEvents":[' % len(trace.ranks)
+    threads = _number_threads(trace.marks, len(trace.tracks))
+    # For reading the file again (loading/merged_file.py).
+    yield b'{"displayTimeUnit":"ns","mergedRanks":%b,"traceEvents":[' % msgspec.json.encode(
+        _describe_ranks(trace, threads)
+    )
     yield b",\n".join(json.dumps(event).encode() for event in _list_names(trace))
     # Chrome's times are not negative; marks may come before the first slice.
     shift = -min(int(trace.marks.time_ns.min()) if len(trace.marks) else 0, 0)
@@ -83,13 +88,59 @@ def iterate_chrome(trace: Trace) -> Iterator[bytes]:
                 )
             )
         yield b"".join(lines)
-    yield from _iterate_marks(trace, shift, names, categories)
+    yield from _iterate_marks(trace, shift, names, categories, threads)
     yield b"]}\n"
 
 
-def _iterate_marks(trace: Trace, shift: int, names: list[bytes], categories: list[bytes]) -> Iterator[bytes]:
+Threads = dict[tuple[int, int], int]
+"""Numbers of threads that have marks and no track, by the position of the rank and the index in ``keys``."""
+
+
+def _number_threads(marks: Marks, first: int) -> Threads:
+    places = np.flatnonzero(marks.track_index < 0)
+    owners = zip(marks.rank_position[places].tolist(), marks.key_index[places].tolist(), strict=True)
+    return {owner: first + number for number, owner in enumerate(dict.fromkeys(owners))}
+
+
+def _describe_ranks(trace: Trace, threads: Threads) -> list[MergedRank]:
+    """Return the facts of each rank's own file, and its processes and threads by their numbers here."""
+    ranks = []
+    for position, rank in enumerate(trace.ranks):
+        tracks = [
+            MergedThread(
+                number=number, process=track.process, thread=track.thread, kind=track.kind, name=track.name
+            )
+            for number, track in enumerate(trace.tracks)
+            if track.rank == rank
+        ]
+        others = []
+        for (owner, key), number in threads.items():
+            if owner == position:
+                process, thread = trace.marks.keys[key]
+                others.append(MergedThread(number=number, process=process, thread=thread))
+        devices = {thread.process for thread in tracks if thread.kind == "gpu"}
+        document = Document(
+            rank=rank,
+            world_size=trace.world_size,
+            process_groups=trace.process_groups[rank],
+            device_names={
+                device: trace.device_names[rank]
+                for device in devices
+                if isinstance(device, int) and rank in trace.device_names
+            },
+        )
+        ranks.append(MergedRank(document=document, threads=tracks + others))
+    return ranks
+
+
+def _iterate_marks(
+    trace: Trace, shift: int, names: list[bytes], categories: list[bytes], threads: Threads
+) -> Iterator[bytes]:
     marks = trace.marks
     index = marks.select(*PHASES)
+    # Ids are unique within a rank, and numbers are read exactly: other texts only as their hash.
+    owned_ids = np.stack([marks.rank_position.astype(np.int64), marks.id])
+    ids = np.unique(owned_ids, axis=1, return_inverse=True)[1].reshape(-1)
     for position, text in marks.arguments.iterate(index):
         mark = index[position]
         phase = int(marks.phase[mark])
@@ -97,14 +148,10 @@ def _iterate_marks(trace: Trace, shift: int, names: list[bytes], categories: lis
         track = int(marks.track_index[mark])
         more = b""
         if phase in (FLOW_START, FLOW_STEP, FLOW_END):
-            # Ids are unique within a rank; "e" binds an end to the slice around it, as torch does.
-            more = b',"id":"%d.%d"%b' % (
-                rank,
-                int(marks.id[mark]),
-                b',"bp":"e"' if phase == FLOW_END else b"",
-            )
+            # "e" binds an end to the slice around it, as torch does.
+            more = b',"id":%d%b' % (ids[mark], b',"bp":"e"' if phase == FLOW_END else b"")
         elif phase == ASYNC_INSTANT:
-            more = b',"id":"%d.%d"' % (rank, int(marks.id[mark]))
+            more = b',"id":%d' % ids[mark]
         elif phase == INSTANT:
             more = b',"s":"t"'
         yield (
@@ -114,7 +161,7 @@ def _iterate_marks(trace: Trace, shift: int, names: list[bytes], categories: lis
                 categories[marks.category_index[mark]],
                 names[marks.name_index[mark]],
                 trace.ranks[rank],
-                max(track, 0),
+                track if track >= 0 else threads[rank, int(marks.key_index[mark])],
                 _to_us(int(marks.time_ns[mark]) + shift),
                 _check_json(text),
                 more,

@@ -487,8 +487,9 @@ class Trace:
     def to_chrome(self, path: str | os.PathLike[str]) -> Path:
         """Write one Chrome trace of all ranks, for Perfetto; compressed if ``path``, the result, ends in .gz.
 
-        Slices, flows, counters and instants have their arguments, and times on the common time axis. Raises
-        ``OSError`` if the file cannot be written.
+        Slices, flows, counters and instants have their arguments, and times on the common time axis.
+        :meth:`load` of the file has the same ranks, without the plan of their run. Raises ``OSError`` if the
+        file cannot be written.
         """
         from shardscope.trace.chrome_export import write_chrome  # circular import
 

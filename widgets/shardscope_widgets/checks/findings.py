@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks import SEVERITIES, Finding
 from shardscope_widgets.kit.numbers import keep_units
+from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
+from shardscope_widgets.pickers.recipe_choices import ADVANCED_LABELS
 
 SIGNS = {"danger": "■", "warning": "▲", "hint": "●"}
 """The symbol of each severity, so that it does not depend on colour alone."""
@@ -21,6 +24,18 @@ _SPELLED = {
     **{name: framework.title for name, framework in frameworks.items()},
 }
 """Special spellings of parts of a finding's name."""
+_INPUTS = {
+    **LABELS,
+    **ADVANCED_LABELS,
+    "seq_len": "Sequence",
+    "micro_batch_size": "Micro-batch",
+    "global_batch_size": "Global batch",
+    "num_steps": "Steps",
+    "warmup": "Warm-up",
+}
+"""Field -> label of its input, where that is not the field's own name."""
+# A field of a call, as in "Pretrain(profile=True)", is code.
+_ASSIGNMENT = re.compile(r"(?<![\w(.])([a-z_]\w*)=('[^']*'|[\w.+-]*\w)")
 
 
 def sort_worst_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -42,13 +57,33 @@ def render_list(findings: Sequence[Finding], rows: Sequence[str]) -> str:
 def render_finding(finding: Finding, *, place: str = "", controls: str = "") -> str:
     """Return one finding as HTML. ``place``: file and line; ``controls``: HTML of its button and input."""
     where = f"<span class='ss-hint'>{escape(place)}</span>" if place else ""
-    fix = f"<span><b>Suggested fix:</b> {escape(keep_units(finding.change))}</span>{controls}"
+    fix = f"<span><b>Suggested fix:</b> {escape(keep_units(write_change(finding)))}</span>{controls}"
     return (
         f"<li class='ss-is-{finding.severity}'><div class='ss-severity'>"
         f"<i aria-hidden='true'>{SIGNS[finding.severity]}</i> {finding.severity}</div>"
         f"<div><b>{escape(write_title(finding))}</b> {where}<p>{escape(keep_units(finding.why))}</p>"
         f"<div class='ss-fix'>{fix}</div></div></li>"
     )
+
+
+def write_change(finding: Finding) -> str:
+    """Return the suggested fix with the names of inputs: ``steps 5`` for ``num_steps=5``.
+
+    The fix of a line of a script stays code.
+    """
+    return finding.change if finding.line is not None else _ASSIGNMENT.sub(_name_input, finding.change)
+
+
+def _name_input(assignment: re.Match[str]) -> str:
+    """Return ``tensor 2`` for ``tp=2``, and ``offload CPU`` for ``offload='cpu'``."""
+    field, text = assignment.groups()
+    label = _INPUTS.get(field, field.replace("_", " "))
+    # "LoRA rank" and "ZeRO stage" keep their capitals.
+    first = label.partition(" ")[0]
+    label = label[:1].lower() + label[1:] if first[1:].islower() else label
+    values = {repr(value): shown for value, shown in VALUE_LABELS.get(field, {}).items()}
+    shown = values.get(text) or {"True": "on", "False": "off", "None": "not set"}.get(text, text.strip("'"))
+    return f"{label} {shown}"
 
 
 def write_title(finding: Finding) -> str:

@@ -14,6 +14,7 @@ from shardscope_widgets.checks.findings import (
     render_finding,
     render_list,
     sort_worst_first,
+    write_change,
     write_title,
 )
 from shardscope_widgets.kit import controls
@@ -125,7 +126,7 @@ def _name_actions(findings: Sequence[Finding]) -> list[str]:
 def _render_controls(finding: Finding, act: str) -> str:
     """Return the button of a finding and its input if it has a question; "" if it has neither."""
     act = escape(act, quote=True)
-    change = escape(finding.change, quote=True)
+    change = escape(write_change(finding), quote=True)
     box = ""
     if finding.question is not None:
         box = (

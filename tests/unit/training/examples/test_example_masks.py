@@ -14,6 +14,7 @@ needs("datasets")
 needs("transformers")
 
 from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
+from shardscope.training.examples import encoding, preview  # noqa: E402
 from shardscope.training.examples.encoding import Encoder  # noqa: E402
 from shardscope.training.examples.formats import read_example, recognize_format  # noqa: E402
 from shardscope.training.examples.preview import Preview, preview_examples  # noqa: E402
@@ -278,6 +279,66 @@ def test_a_preview_counts_as_training_does() -> None:
     )
     assert shown.counts == counts
     assert len(table) == counts.num_examples and len(table.ids) == counts.num_tokens
+
+
+# ---- Long rows
+
+
+class CountingTokenizer:
+    """A tokenizer that counts the characters that it reads."""
+
+    def __init__(self) -> None:
+        self.tokenizer, self.num_characters = create_tokenizer(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.num_characters += len(text)
+        return self.tokenizer(text, **options)
+
+
+@pytest.mark.parametrize("kind", ["prompt-completion", "text", "messages"])
+def test_a_row_of_megabytes_is_read_as_far_as_it_is_shown(kind: str) -> None:
+    story = "Call me Ishmael, some years ago. " * 40_000
+
+    def build_rows(text: str) -> list[dict[str, Any]]:
+        turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": text}]
+        return {
+            "text": [{"text": text}],
+            "messages": [{"messages": turns}],
+            "prompt-completion": [{"prompt": "Who?", "completion": text}],
+        }[kind]
+
+    tokenizer = CountingTokenizer()
+    shown = preview_rows(build_rows(story), tokenizer, seq_len=64)
+    assert tokenizer.num_characters < 500_000 < len(story)
+    # The same window as of a text that is read as a whole; and its length, to a few tokens of the template.
+    usual = preview_rows(build_rows(story[:100_000]), seq_len=64)
+    assert shown.rows == usual.rows and usual.num_estimated_rows == 0
+    assert shown.num_estimated_rows == 1 and "estimated from its beginning" in str(shown)
+    assert shown.lengths[0] == pytest.approx(usual.lengths[0] * len(story) / 100_000, rel=0.01)
+    assert shown.counts.num_truncated_tokens == shown.lengths[0] - 64
+    # Uncut, the tokens after the beginning are a number.
+    uncut = preview_rows(build_rows(story))
+    assert len(uncut.rows[0].ids) + uncut.rows[0].num_left_out == uncut.lengths[0] == shown.lengths[0]
+    assert f"about {uncut.rows[0].num_left_out:,} more" in uncut.to_html()
+
+
+def test_a_long_text_of_few_tokens_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(encoding, "MAX_TOKEN_CHARACTERS", 1)
+    shown = preview_rows([{"text": "whale " * 2000}], seq_len=1000)
+    assert shown.num_estimated_rows == 0 and len(shown.rows[0].ids) == 1000 < shown.lengths[0]
+
+
+def test_of_many_long_rows_fewer_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview, "MAX_SAMPLED_CHARACTERS", 100_000)
+    tokenizer = CountingTokenizer()
+    shown = preview_rows([{"text": "whale " * 400}] * 100, tokenizer, seq_len=64)
+    assert tokenizer.num_characters < 120_000 and shown.counts.num_rows >= 40
+    assert [row.index for row in shown.rows] == [0, 1, 2, 3, 4]
+    assert f"(measured on {shown.counts.num_rows} of them)" in shown.sentences[0]
 
 
 # ---- Bad input

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,35 @@ def test_reason_and_suggested_fix_are_shown_html_escaped() -> None:
     text = strip_tags(show_findings(*FINDINGS).list.value)
     assert "A danger a-danger is <bad>: 12.3 %. Suggested fix: set it to 8" in text
     assert "<bad>" not in show_findings(*FINDINGS).list.value
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ("num_steps=5, or a longer text", "steps 5, or a longer text"),
+        ("learning_rate=2e-05, warmup=0.03", "learning rate 2e-05, warm-up 0.03"),
+        ("optimizer='adamw_8bit', as before", "optimizer adamw_8bit, as before"),
+        ("tp=2 instead of 4", "tensor 2 instead of 4"),
+        ("reshard_after_forward=False (stage 2)", "reshard after backward (stage 2)"),
+        ("stage=3, communication_data_type='fp32'", "ZeRO stage 3, communication data type fp32"),
+        ("Pretrain(profile=True), or code", "Pretrain(profile=True), or code"),
+    ],
+)
+def test_a_fix_has_the_names_of_the_inputs(change: str, shown: str) -> None:
+    view = show_findings(replace(FINDINGS[1], change=change))
+    assert f"Suggested fix: {shown} Apply" in strip_tags(view.list.value)
+    assert f"aria-label='Apply the fix: {shown}'" in view.list.value.replace("&#x27;", "")
+
+
+def test_the_findings_of_a_task_have_no_python_in_them(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("Call me Ishmael. " * 200)
+    recipe = ss.Recipe(seq_len=64, global_batch_size=2)
+    plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
+    findings = plan.findings(ss.Pretrain(text=text, num_steps=5000))
+    (found,) = [each for each in findings if each.name == "text-read-many-times"]
+    assert "num_steps=" in str(found), "in a notebook it is what the user types"
+    assert "=" not in strip_tags(show_findings(found).list.value)
 
 
 def test_only_findings_with_a_fix_have_a_labelled_button() -> None:

@@ -74,7 +74,11 @@ def align_ranks(ranks: list[RankColumns], align: Align, notes: list[str]) -> lis
         for rank, shift in zip(ranks, shifts, strict=True)
         if len(rank.slices["start_ns"])
     ]
-    on_wall_clock = all(first > _EPOCH_NS for first, _ in spans)
+    # Ranks of one merged file are on one axis, whatever its origin.
+    on_one_axis = len(ranks) > 1 and len({rank.path for rank in ranks}) == 1
+    if on_one_axis and align == "clock":
+        return shifts
+    on_wall_clock = on_one_axis or all(first > _EPOCH_NS for first, _ in spans)
     if isinstance(align, Mapping):
         return _move_by_hand(ranks, shifts if on_wall_clock else _list_starts(ranks), align, notes)
     if len(spans) < 2:

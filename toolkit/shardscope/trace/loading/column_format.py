@@ -22,7 +22,7 @@ from shardscope.trace.loading.pairs import Columns
 from shardscope.trace.loading.rank_columns import MARK_COLUMNS, SLICE_COLUMNS, RankColumns, RankTexts
 from shardscope.trace.nesting import MAX_ROWS
 
-FORMAT = b"shardscope trace columns 1\n"
+FORMAT = b"shardscope trace columns 2\n"
 """First line of the format; a change of columns or of what they mean changes its number."""
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 2**30
@@ -169,7 +169,8 @@ def _check_rank(texts: RankTexts, slices: Columns, marks: Columns, num_bytes: in
     num_rows = np.array([track.num_rows for track in tracks], np.int64)
     if len(slices["depth"]) and bool(np.any(slices["depth"] >= num_rows[slices["track"]])):
         raise ColumnError("rows out of range")
-    for number in (texts.document.rank, texts.document.world_size):
+    documents = [texts.document, *(merged.document for merged in texts.document.merged_ranks)]
+    for number in (number for document in documents for number in (document.rank, document.world_size)):
         if number is not None and read_small_int(number) is None:
             raise ColumnError("ranks out of range")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -40,15 +41,33 @@ class Document(msgspec.Struct, kw_only=True):
     """Process groups of the rank by name."""
     device_names: dict[int, str] = {}
     """Names of the machine's GPUs by index, as the driver spells them."""
-    num_merged_ranks: int = 1
-    """Number of ranks in the file; several in one that ``Trace.to_chrome`` has written."""
+    merged_ranks: list[MergedRank] = []
+    """Ranks of a file that ``Trace.to_chrome`` has written; empty for any other file."""
+
+
+class MergedThread(msgspec.Struct, kw_only=True):
+    """A track of a merged file, or a thread that has marks only, as the rank's own file had it."""
+
+    number: int
+    """Its thread in the merged file."""
+    process: int | str
+    thread: int | str
+    kind: Literal["cpu", "gpu", "python", "async"] = "cpu"
+    name: str = ""
+
+
+class MergedRank(msgspec.Struct, kw_only=True):
+    """One of the ranks of a merged file, whose process there is the rank."""
+
+    document: Document
+    threads: list[MergedThread]
 
 
 class _Fields(msgspec.Struct):
     distributedInfo: msgspec.Raw = NO_ARGS  # noqa: N815 - Kineto's spelling
     baseTimeNanoseconds: msgspec.Raw = NO_ARGS  # noqa: N815
     deviceProperties: msgspec.Raw = NO_ARGS  # noqa: N815
-    numMergedRanks: msgspec.Raw = NO_ARGS  # noqa: N815
+    mergedRanks: msgspec.Raw = NO_ARGS  # noqa: N815
 
 
 def read_document(path: Path, header: bytes, footer: bytes) -> Document:
@@ -74,8 +93,21 @@ def read_document(path: Path, header: bytes, footer: bytes) -> Document:
         base_ns=_read_int(base, 2**62),
         process_groups=_read_process_groups(facts.get("pg_config")),
         device_names=_read_device_names(devices),
-        num_merged_ranks=read_small_int(_decode_raw(before.numMergedRanks)) or 1,
+        merged_ranks=_read_merged_ranks(before.mergedRanks),
     )
+
+
+def _read_merged_ranks(raw: msgspec.Raw) -> list[MergedRank]:
+    """Return the ranks of a merged file; none unless all are readable and have different numbers."""
+    if not bytes(raw):
+        return []
+    try:
+        ranks = msgspec.json.decode(raw, type=list[MergedRank])
+    except UNREADABLE:
+        return []
+    numbers = [read_small_int(rank.document.rank) for rank in ranks]
+    sizes = [read_small_int(rank.document.world_size) for rank in ranks]
+    return ranks if len(set(numbers)) == len(ranks) and None not in (*numbers, *sizes) else []
 
 
 def _decode_fields(text: bytes) -> _Fields:

@@ -16,10 +16,6 @@ NoteBytes = Callable[[int], None]
 """Called with the number of bytes of the file that were read so far."""
 DecodeChunks = Callable[[Iterable[bytes]], Iterable[Chunk]]
 """Decodes chunks of text in order, perhaps in other processes."""
-MERGED = (
-    "ranks in one file, which Trace.to_chrome has merged for Perfetto: here they are one rank, and the "
-    "tables mix them. Load the recordings themselves, a file for each rank"
-)
 
 
 def decode_here(texts: Iterable[bytes]) -> Iterator[Chunk]:
@@ -48,7 +44,4 @@ def read_rank(path: Path, note_bytes: NoteBytes, decode: DecodeChunks = decode_h
     if not builder.num_events and (stream.damage or builder.oddities[MALFORMED]):
         # Nothing was salvaged: a small file is parsed as a whole, for an error with line and column.
         parse_text(stream, text.beginning)
-    document = read_document(path, text.header, text.footer)
-    if document.num_merged_ranks > 1:
-        builder.oddities[MERGED] = document.num_merged_ranks
-    return builder.finish(document)
+    return builder.finish(read_document(path, text.header, text.footer))

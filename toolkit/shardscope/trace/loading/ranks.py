@@ -10,6 +10,7 @@ from typing import TypeVar
 from shardscope.trace.categories import STEP
 from shardscope.trace.files import list_trace_files, refuse_file
 from shardscope.trace.loading.cache import map_rank, read_cache, read_rank_file, write_cache
+from shardscope.trace.loading.merged_file import split_ranks
 from shardscope.trace.loading.processes import WorkerPool, count_processes
 from shardscope.trace.loading.rank_columns import RankColumns, get_rank
 from shardscope.trace.loading.rank_file import DecodeChunks, decode_here, read_rank
@@ -43,7 +44,7 @@ def read_ranks(
     notes = [f"left out: {problem}" for problem in problems[:_MAX_LISTED]]
     if len(problems) > _MAX_LISTED:
         notes.append(f"{len(problems) - _MAX_LISTED:,} more files left out")
-    ranks = _choose_recordings(ranks, notes)
+    ranks = _choose_recordings([one for rank in ranks for one in split_ranks(rank)], notes)
     _check_same_job(ranks)
     _number_ranks(ranks)
     return sorted(ranks, key=get_rank), notes

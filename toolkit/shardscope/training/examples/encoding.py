@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from shardscope.training.examples.formats import Example, ExampleError, Message
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 LossOn: TypeAlias = Literal["completions", "all", "last"]
 """Tokens that bear loss: every turn of the assistant, every token, or the assistant's last turn."""
 LOSS_ON: tuple[LossOn, ...] = ("completions", "all", "last")
+MAX_CHARACTERS = 200_000
+"""Characters of a text from which a preview estimates its number of tokens; tokenizing takes a tenth of a
+second."""
+MAX_TOKEN_CHARACTERS = 8
+"""Characters of a token, at most, in the mean of a text."""
+END_TOKENS = 64
+"""Tokens at the end of a beginning that may differ from those of the whole text, the template's included."""
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 """Mark around the assistant's turns in a chat template, from which transformers makes a mask."""
 
@@ -26,6 +33,13 @@ class Encoded:
     ids: list[int]
     bears_loss: list[bool]
     """For each token, whether the model learns to predict it."""
+    num_left_out: int = 0
+    """Estimated number of tokens after these, of a text of which :class:`BeginningEncoder` read a part."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the whole example."""
+        return len(self.ids) + self.num_left_out
 
     def truncate(self, seq_len: int) -> Encoded:
         """Return the first ``seq_len`` tokens."""
@@ -34,7 +48,7 @@ class Encoded:
     @property
     def num_loss_tokens(self) -> int:
         """Number of tokens that bear loss. The first one of a row never does: nothing precedes it."""
-        return sum(self.bears_loss[1:])
+        return sum(self.bears_loss[1:]) + self.num_left_out
 
 
 class Encoder:
@@ -164,6 +178,40 @@ class Encoder:
 
     def _list_end_ids(self) -> list[int]:
         return [] if self._eos is None else [self._eos]
+
+
+class BeginningEncoder(Encoder):
+    """Encoder that reads no more than the beginning of a long text at the end of an example, for previews.
+
+    Tokens up to ``seq_len`` (None: of 200,000 characters) are those of the whole text; the number of the
+    others is estimated. Preference pairs are read as a whole.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, seq_len: int | None) -> None:
+        super().__init__(tokenizer, loss_on)
+        self._min_tokens = (seq_len or 0) + END_TOKENS
+        self._max_characters = max(MAX_CHARACTERS, MAX_TOKEN_CHARACTERS * self._min_tokens)
+        self.num_estimated = 0
+        """Number of examples whose length is estimated."""
+
+    def encode(self, example: Example) -> Encoded:
+        """See :class:`Encoder`."""
+        text = example.messages[-1]["content"] if example.messages else example.text
+        if len(text) <= self._max_characters:
+            return super().encode(example)
+        beginning = text[: self._max_characters]
+        if example.messages:
+            last: Message = {**example.messages[-1], "content": beginning}
+            encoded = super().encode(replace(example, messages=(*example.messages[:-1], last)))
+        else:
+            encoded = super().encode(replace(example, text=beginning))
+        # Tokens of many characters, as of spaces: the beginning may end within the sequence.
+        if len(encoded.ids) < self._min_tokens:
+            return super().encode(example)
+        self.num_estimated += 1
+        num_read = len(beginning) + sum(len(message["content"]) for message in example.messages[:-1])
+        num_left_out = round((len(text) - len(beginning)) * len(encoded.ids) / num_read)
+        return replace(encoded, num_left_out=num_left_out)
 
 
 def _learn_from(ids: list[int], start: int) -> Encoded:

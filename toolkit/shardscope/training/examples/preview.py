@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import FieldError
-from shardscope.training.examples.encoding import Encoded, Encoder, LossOn
+from shardscope.training.examples.encoding import MAX_CHARACTERS, BeginningEncoder, Encoded, LossOn
 from shardscope.training.examples.formats import Format
 from shardscope.training.examples.length_histogram import HISTOGRAM_STYLE, render_histogram
 from shardscope.training.examples.packed_windows import pack_lengths
@@ -27,8 +27,10 @@ from shardscope.training.examples.token_table import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_SAMPLED_ROWS = 2000
-"""Rows whose lengths a preview measures, evenly spaced: tokenizing takes about a second."""
+MAX_SAMPLED_ROWS, MAX_SAMPLED_CHARACTERS = 2000, 8_000_000
+"""Rows whose lengths a preview measures, evenly spaced, and their characters: tokenizing takes seconds."""
+NUM_WEIGHED_ROWS = 16
+"""Rows, evenly spaced, whose mean number of characters is that of all."""
 MAX_SHOWN_TOKENS = 1500
 """Tokens of one row that the HTML shows."""
 QUANTILES = (0.5, 0.9, 0.95, 1.0)
@@ -51,6 +53,8 @@ class PreviewRow:
     """For each token, whether the model learns to predict it."""
     is_special: list[bool]
     """For each token, whether it is one of the tokenizer's special tokens."""
+    num_left_out: int = 0
+    """Estimated number of tokens after these, of a text of more than 200,000 characters that is not cut."""
     side: str = ""
     """"chosen" or "rejected", of a preference pair; empty for other rows."""
 
@@ -101,6 +105,8 @@ class Preview:
     """Rows of the validation data that are trained on as well; None: not counted, as there are too many."""
     windows: tuple[PreviewWindow, ...] = ()
     """The first windows that packing makes of the measured rows; empty without packing."""
+    num_estimated_rows: int = 0
+    """Measured rows of which only the beginning was tokenized, so that their length is estimated."""
     refusal: FieldError | None = None
     """Error that a launch raises, because rows have no token that bears loss; None if it accepts the data."""
     forecast: tuple[str, ...] = ()
@@ -193,6 +199,11 @@ class Preview:
             )
             + ".",
         ]
+        if self.num_estimated_rows:
+            lines.append(
+                f"The length of {count_rows(self.num_estimated_rows)} with a text of more than "
+                f"{MAX_CHARACTERS:,} characters is estimated from its beginning."
+            )
         if self.refusal is not None:
             lines.insert(1, f"A run refuses these data: {self.refusal.summary}.")
         if self.seq_len is not None:
@@ -321,6 +332,8 @@ def _render_window(number: int, window: PreviewWindow) -> str:
 
 def _render_row(row: PreviewRow) -> str:
     counts = f"{len(row.ids):,} tokens, {sum(row.bears_loss):,} learned"
+    if row.num_left_out:
+        counts += f", and about {row.num_left_out:,} more"
     name = f"Row {row.index + 1:,}" + (f", {row.side}" if row.side else "")
     title = f'<div class="title"><strong>{name}</strong><span>{counts}</span></div>'
     # The parser drops a line break right after <pre>: a row that starts with one needs a second.
@@ -341,7 +354,8 @@ def _render_tokens(row: PreviewRow) -> str:
         pieces.append(f"<i>{text}</i>" if is_special else text)
     pieces.append("</mark>" if learned else "")
     if len(row.tokens) > MAX_SHOWN_TOKENS:
-        pieces.append(f"<i> … {len(row.tokens) - MAX_SHOWN_TOKENS:,} more tokens</i>")
+        num_more = len(row.tokens) - MAX_SHOWN_TOKENS + row.num_left_out
+        pieces.append(f"<i> … {num_more:,} more tokens</i>")
     return "".join(pieces)
 
 
@@ -359,7 +373,7 @@ def preview_examples(
     packing: bool = False,
     max_seq_len: int | None = None,
 ) -> Preview:
-    """Return the preview of ``rows``, of which at most 2,000, evenly spaced, are measured.
+    """Return the preview of ``rows``, of which at most 2,000, evenly spaced, are measured, fewer long ones.
 
     Each side of a preference pair is a row of its own: tokens and lengths count both sides, rows and examples
     are pairs. With ``packing`` the first ``num_shown`` windows of ``seq_len`` tokens are shown as well.
@@ -370,7 +384,7 @@ def preview_examples(
     """
     counts, lengths, shown = RowCounts(), list[int](), list[PreviewRow]()
     left_out: list[tuple[int, Encoded]] = []
-    encoder = Encoder(tokenizer, loss_on)
+    encoder = BeginningEncoder(tokenizer, loss_on, seq_len)
     sides = ("chosen", "rejected") if format.name == "preference" else ("",)
     encoded = iterate_encoded(
         field,
@@ -380,16 +394,17 @@ def preview_examples(
         seq_len=seq_len,
         bad_rows=bad_rows,
         counts=counts,
-        indices=_choose_rows(len(rows), num_shown),
+        indices=_choose_rows(rows, format, num_shown),
         lengths=lengths,
         left_out=left_out,
     )
     indices, cut_lengths = list[int](), list[int]()
     for number, (index, example) in enumerate(encoded):
         indices.append(index)
-        cut_lengths.append(len(example.ids))
+        cut_lengths.append(example.length)
         if len(shown) < num_shown * len(sides):
             shown.append(_describe_row(tokenizer, index, example, sides[number % len(sides)]))
+    num_estimated = encoder.num_estimated  # Of the rows that are measured, not of those shown in windows.
     refusal = find_refusal(field, counts, seq_len, bad_rows, max_seq_len)
     if refusal is not None:
         if bad_rows == "skip":
@@ -433,17 +448,28 @@ def preview_examples(
         counts=counts,
         num_rows=len(rows),
         has_template=encoder.has_template,
+        num_estimated_rows=num_estimated,
         windows=windows,
         refusal=refusal,
     )
 
 
-def _choose_rows(num_rows: int, num_shown: int) -> Sequence[int]:
+def _choose_rows(rows: Rows, format: Format, num_shown: int) -> Sequence[int]:
     """Return the indices of the first ``num_shown`` rows and of others, evenly spaced."""
-    if num_rows <= MAX_SAMPLED_ROWS:
+    num_rows = len(rows)
+    weighed = [rows[index] for index in _space_evenly(num_rows, NUM_WEIGHED_ROWS)]
+    num_characters = sum(len(str(row[column])) for row in weighed for column in format.columns.values())
+    num_affordable = MAX_SAMPLED_CHARACTERS * len(weighed) // num_characters
+    num_sampled = max(1, min(MAX_SAMPLED_ROWS, num_affordable))
+    if num_rows <= num_sampled:
         return range(num_rows)
-    spacing = num_rows / MAX_SAMPLED_ROWS
-    return sorted({*range(num_shown), *(int(number * spacing) for number in range(MAX_SAMPLED_ROWS))})
+    return sorted({*range(min(num_shown, num_rows)), *_space_evenly(num_rows, num_sampled)})
+
+
+def _space_evenly(num_rows: int, number: int) -> list[int]:
+    """Return the indices of ``number`` of the rows, or of all if there are fewer."""
+    number = min(num_rows, number)
+    return [int(place * num_rows / number) for place in range(number)]
 
 
 def _describe_row(tokenizer: PreTrainedTokenizerBase, index: int, encoded: Encoded, side: str) -> PreviewRow:
@@ -455,6 +481,7 @@ def _describe_row(tokenizer: PreTrainedTokenizerBase, index: int, encoded: Encod
         ids=encoded.ids,
         bears_loss=encoded.bears_loss,
         is_special=[token_id in special for token_id in encoded.ids],
+        num_left_out=encoded.num_left_out,
         side=side,
     )
 
@@ -465,10 +492,16 @@ def _split_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     A byte-level token may be a part of a character; decoding gives U+FFFD until the character is complete.
     """
     tokens, pending = [], list[int]()
+    # Decoding takes 10 microseconds, and a row of megabytes repeats a few thousand tokens.
+    texts: dict[tuple[int, ...], str] = {}
     for token_id in ids:
         pending.append(token_id)
-        text = tokenizer.decode(pending)
-        assert isinstance(text, str)
+        key = tuple(pending)
+        text = texts.get(key)
+        if text is None:
+            decoded = tokenizer.decode(pending)
+            assert isinstance(decoded, str)
+            text = texts[key] = decoded
         # Four bytes are the longest character of UTF-8.
         if text.endswith("\ufffd") and len(pending) < 4:
             tokens.append("")

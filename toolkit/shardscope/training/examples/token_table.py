@@ -82,7 +82,7 @@ class RowCounts:
             self.needed_lengths.append(length)
             what = "what its answers differ in" if len(sides) > 1 else "its completion"
             reason = f"seq_len={seq_len:,} cuts off {what}, which begins at token {length:,}"
-        self.longest_without_loss = max(self.longest_without_loss, *(len(side.ids) for side in sides))
+        self.longest_without_loss = max(self.longest_without_loss, *(side.length for side in sides))
         if len(self.rows_without_loss) < MAX_NAMED_ROWS:
             self.rows_without_loss.append(f"{describe_place(rows, index)}: {reason}")
 
@@ -152,10 +152,10 @@ def iterate_encoded(
         cut = [side if seq_len is None else side.truncate(seq_len) for side in sides]
         for side, kept in zip(sides, cut, strict=True):
             if lengths is not None:
-                lengths.append(len(side.ids))
-            if len(kept.ids) < len(side.ids):
+                lengths.append(side.length)
+            if kept.length < side.length:
                 counts.num_truncated_rows += 1
-                counts.num_truncated_tokens += len(side.ids) - len(kept.ids)
+                counts.num_truncated_tokens += side.length - kept.length
         length = _find_length_with_loss(sides)
         counts.length_with_loss = max(counts.length_with_loss, length or 0)
         # trl trained on such rows silently: their mean loss is over no token (trl issues 3728 and 3927).
@@ -166,7 +166,7 @@ def iterate_encoded(
             continue
         counts.num_examples += 1
         for side in cut:
-            counts.num_tokens += len(side.ids)
+            counts.num_tokens += side.length
             counts.num_loss_tokens += side.num_loss_tokens
             yield index, side
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import Value, check_choice, check_flag, check_integer, check_number, refuse
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
-from shardscope.training.examples.encoding import Encoder
+from shardscope.training.examples.encoding import BeginningEncoder
 from shardscope.training.examples.formats import Format, read_example
-from shardscope.training.examples.rows import Row, describe_source, is_text, resolve_source
+from shardscope.training.examples.rows import Row, Rows, describe_source, is_text, resolve_source
 from shardscope.training.examples.streamed_rows import check_streamable
 from shardscope.training.examples.token_table import (
     RowCounts,
@@ -30,8 +29,9 @@ MAX_PROMPTS, MAX_PROMPT_LENGTH, MAX_NEW_TOKENS = 16, 10_000, 4096
 """Maximum number of sample prompts, of characters in each, and of tokens in an answer."""
 MAX_CHECKED_ROWS = 1000
 """Rows whose format is checked before a launch; the others are checked when they are tokenized."""
-MAX_LONG_PROMPTS = 100
-"""Rows with a long prompt that are tokenized before a launch; the others are tokenized by the ranks."""
+MAX_LONG_PROMPTS, MAX_PROMPT_BYTES = 100, 4_000_000
+"""Rows with a long prompt that are tokenized before a launch, and the bytes of their prompts, which take two
+seconds or so; the others are tokenized by the ranks."""
 TEMPLATE_TOKENS = 64
 """Tokens that a chat template may add before a completion, besides those of the messages."""
 
@@ -166,18 +166,13 @@ def check_row_lengths(task: Finetune, rows: FinetuneRows, seq_len: int) -> None:
     for name in ("data", "validation") if has_source else ("data",):
         opened = rows.open(name)
         format = rows.recognize_format(opened, name)
-        prompts = (
-            index
-            for index in range(min(len(opened), MAX_CHECKED_ROWS))
-            if _count_prompt_bytes(task, format, opened[index]) + TEMPLATE_TOKENS >= seq_len
-        )
-        indices = list(islice(prompts, MAX_LONG_PROMPTS))
+        indices = _find_long_prompts(task, format, opened, seq_len)
         if not indices:
             continue
         # The other rows count as examples: what is not known of them is no reason to refuse the data.
         num_others = len(opened) - len(indices)
         counts = RowCounts(num_rows=num_others, num_examples=num_others)
-        encoder = Encoder(WeightsTokenizer(task.folder).load(), task.loss_on)
+        encoder = BeginningEncoder(WeightsTokenizer(task.folder).load(), task.loss_on, seq_len)
         field = name_field(task, name)
         encoded = iterate_encoded(
             field,
@@ -191,6 +186,19 @@ def check_row_lengths(task: Finetune, rows: FinetuneRows, seq_len: int) -> None:
         )
         deque(encoded, maxlen=0)  # Only the counts are used.
         check_examples(field, counts, seq_len, task.bad_rows, rows.max_seq_len)
+
+
+def _find_long_prompts(task: Finetune, format: Format, rows: Rows, seq_len: int) -> list[int]:
+    """Return the indices of the first rows whose prompt may be longer than ``seq_len``."""
+    indices, num_bytes = list[int](), 0
+    for index in range(min(len(rows), MAX_CHECKED_ROWS)):
+        prompt_bytes = _count_prompt_bytes(task, format, rows[index])
+        if prompt_bytes + TEMPLATE_TOKENS >= seq_len:
+            indices.append(index)
+            num_bytes += prompt_bytes
+        if len(indices) == MAX_LONG_PROMPTS or num_bytes > MAX_PROMPT_BYTES:
+            break
+    return indices
 
 
 def _count_prompt_bytes(task: Finetune, format: Format, row: Row) -> int:

@@ -1,0 +1,43 @@
+"""``Run.attach`` of a folder that is no run: the error has the runs nearby and the nearest one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from written_runs import write_run
+
+import shardscope as ss
+from shardscope.core.errors import FieldError
+
+
+@pytest.mark.parametrize("typed", ["llama-firts", "runs/llama-firts", "elsewhere/llama-firts"])
+def test_a_mistyped_name_has_the_run_with_a_similar_name_as_its_fix(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("llama-first", "qwen")):
+        write_run(name, number=number)
+    with pytest.raises(FieldError, match=r"does not exist.*qwen") as refused:
+        ss.Run.attach(typed)
+    assert ss.Run.attach(refused.value.fix).name == "llama-first"
+
+
+def test_without_a_similar_name_the_newest_run_is_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("first", "second")):
+        write_run(name, number=number)
+    for typed in ("nowhere", "runs"):
+        with pytest.raises(FieldError, match="first") as refused:
+            ss.Run.attach(typed)
+        assert ss.Run.attach(refused.value.fix).name == "second"
+
+
+def test_without_any_run_the_error_says_where_a_run_has_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FieldError, match=r"does not exist.*Nearest fix: .*run\.folder"):
+        ss.Run.attach("nowhere")
