@@ -9,16 +9,16 @@ from math import isfinite, isnan
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.core.number_format import Scale
 from shardscope.records.folder import RunFolder
 from shardscope.records.folder_checks import shorten_message
 from shardscope.runs.explain.compare import Comparison, Curve
 from shardscope.runs.summaries import summarize
 from shardscope.runs.task_fields import has_task_fields
-from shardscope.runs.totals import compute_totals
-from shardscope.timing.report import format_seconds
+from shardscope.runs.totals import RunTotals, compute_totals
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.numbers import format_short, format_size
+from shardscope_widgets.kit.numbers import Unit, format_short
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.run.lines import Line
@@ -87,7 +87,10 @@ def _render_table(runs: Sequence[ss.Run]) -> str:
 
     What no run has has no row. The headings show the lines of the charts.
     """
-    columns = [_describe_run(run) for run in runs]
+    columns = [
+        {**_describe_run(run), **results}
+        for run, results in zip(runs, _describe_all_totals(runs), strict=True)
+    ]
     head = "".join(
         f"<th scope='col'>{render_swatch(index)}<span title='{name}'>{name}</span></th>"
         for index, run in enumerate(runs)
@@ -105,33 +108,57 @@ def _render_table(runs: Sequence[ss.Run]) -> str:
 
 
 def _describe_run(run: ss.Run) -> dict[str, str]:
-    """Return label -> text; empty texts are unknown."""
+    """Return label -> text of a run's state and plan; empty texts are unknown."""
     summary = summarize(run.folder, run)
     duration = summary.seconds
-    texts = {
+    return {
         "status": summary.status,
         "started": format_time(summary.created),
         "duration": "" if duration is None else format_duration(duration),
         "plan": describe_plan(summary),
     }
-    # A file of the run may be damaged although its status can be read.
-    try:
-        totals = compute_totals(run)
-    except (ValueError, OSError) as error:
-        return {**texts, "status": "damaged", "plan": shorten_message(RunFolder(run.folder), error)}
-    predicted, measured = run.predicted_step_seconds, totals.step_seconds
+
+
+def _describe_all_totals(runs: Sequence[ss.Run]) -> list[dict[str, str]]:
+    """Return label -> text of each run's results, with times and sizes in units that the runs share."""
+    totals: list[RunTotals | Exception] = []
+    for run in runs:
+        # A file of the run may be damaged although its status can be read.
+        try:
+            totals.append(compute_totals(run))
+        except (ValueError, OSError) as error:
+            totals.append(error)
+    readable = [one for one in totals if isinstance(one, RunTotals)]
+    predicted_seconds = [run.predicted_step_seconds for run in runs]
+    scale = Scale.for_column(
+        seconds for seconds in (*predicted_seconds, *(one.step_seconds for one in readable)) if seconds
+    )
+    unit = Unit.for_column(
+        size for one in readable for size in (one.tensor_bytes, one.predicted_tensor_bytes) if size
+    )
+    return [
+        _describe_totals(one, predicted, scale, unit)
+        if isinstance(one, RunTotals)
+        else {"status": "damaged", "plan": shorten_message(RunFolder(run.folder), one)}
+        for run, one, predicted in zip(runs, totals, predicted_seconds, strict=True)
+    ]
+
+
+def _describe_totals(totals: RunTotals, predicted: float | None, scale: Scale, unit: Unit) -> dict[str, str]:
+    measured = totals.step_seconds
+
+    def format_bytes(num_bytes: int | None) -> str:
+        return f"{unit.format(num_bytes)} {unit.name}" if num_bytes else ""
+
     return {
-        **texts,
         "steps": "" if totals.num_steps is None else f"{totals.num_steps:,}",
         "last loss": "" if totals.loss is None else format_loss(totals.loss),
-        "step time": format_seconds(measured) if measured else "",
-        "predicted time": format_seconds(predicted) if predicted else "",
+        "step time": scale.format_with_unit(measured) if measured else "",
+        "predicted time": scale.format_with_unit(predicted) if predicted else "",
         # Positive if the prediction was too high, as everywhere.
         "error of time": f"{100 * (predicted / measured - 1):+z.0f} %" if predicted and measured else "",
-        "tensors at peak": format_size(totals.tensor_bytes) if totals.tensor_bytes else "",
-        "predicted peak": (
-            format_size(totals.predicted_tensor_bytes) if totals.predicted_tensor_bytes else ""
-        ),
+        "tensors at peak": format_bytes(totals.tensor_bytes),
+        "predicted peak": format_bytes(totals.predicted_tensor_bytes),
         "error of memory": "" if totals.memory_error is None else f"{100 * totals.memory_error:+z.0f} %",
     }
 

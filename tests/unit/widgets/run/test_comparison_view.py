@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -78,6 +79,17 @@ def test_numbers_have_the_units_of_the_list_and_of_a_run(tmp_path: Path) -> None
     assert head.count("ss-line-swatch") == 2 and "first" in head
     assert view.chart.layout.showlegend is False
     assert "Plan settings that differ: none." in view.table.value
+
+
+def test_runs_of_different_speed_have_one_unit(tmp_path: Path) -> None:
+    folders = [write_run(name, parent=tmp_path) for name in ("fast", "slow")]
+    description = json.loads((folders[1] / "run.json").read_text())
+    (folders[1] / "run.json").write_text(json.dumps({**description, "predicted": {"step_seconds": 21.0}}))
+    view = ComparisonView()
+    view.show(Runs([ss.Run.attach(folder) for folder in folders]).compare("fast", "slow"))
+    [row] = re.findall(r"<th scope='row'>predicted time</th>(.*?)</tr>", view.table.value)
+    units = {text.split()[-1] for text in re.findall(r"<td>(.*?)</td>", row)}
+    assert len(units) == 1, "a fast and a slow run compare at a glance"
 
 
 def test_diverging_loss_switches_to_a_logarithmic_axis() -> None:
