@@ -32,6 +32,7 @@ _INPUTS = {
     "global_batch_size": "Global batch",
     "num_steps": "Steps",
     "warmup": "Warm-up",
+    "profile": "Record a trace",
 }
 """Field -> label of its input, where that is not the field's own name."""
 # A field of a call, as in "Pretrain(profile=True)", is code.

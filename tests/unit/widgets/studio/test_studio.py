@@ -582,6 +582,7 @@ def test_run_options_are_checked_and_fixed_by_their_buttons(studio: Studio) -> N
     assert list_finding_names(studio) == ["never-profiled"] and "Never profiled" in strip_tags(
         studio.checks.list.value
     )
+    assert "record a trace on" in strip_tags(studio.checks.list.value), "the name of the input"
     studio.checks.list.press_button("never-profiled")
     assert panel.profile.value and not list_finding_names(studio)
 

@@ -99,13 +99,18 @@ def check_profiled(plan: Plan, task: object, runs: Sequence[Run]) -> Iterator[Fi
     before = "No trace yet"
     if runs_of_plan:
         before = f"{number} run{'s' if number > 1 else ''} of this plan and no trace"
+    recording = replace_task_fields(task, profile=True)
+    change = "profile=True"
+    if recording is None:
+        in_function = "`with ctx.profile():` around the task's steps"
+        change = "ss.Pretrain(profile=True)" if task is None else in_function
     yield Finding(
         name="never-profiled",
         severity="hint",
         why=f"{before}: the step's waiting times are only predicted, not measured.",
         number=float(number),
-        change="Pretrain(profile=True), or `with ctx.profile():` in a task of your own",
-        task=replace_task_fields(task, profile=True),
+        change=change,
+        task=recording,
     )
 
 
