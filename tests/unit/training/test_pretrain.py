@@ -139,8 +139,16 @@ def test_plans_that_engines_run_are_accepted() -> None:
         assert why is None or "installed" in why
 
 
+def hide_packages(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Make ``packages`` look as if they were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name in packages else find(name, *more)
+    )
+
+
 def test_adapters_require_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    hide_packages(monkeypatch, "peft")
     for layout in (ss.Layout.ddp(), ss.Layout.fsdp2()):
         why = why_not_trained(make_plan(layout, method="lora"))
         assert why is not None and why.endswith('Nearest fix: pip install "shardscope[train]".')
@@ -160,10 +168,7 @@ def test_a_quantized_base_requires_bitsandbytes(
     recipe: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The error before a launch has the command that installs it."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
-    )
+    hide_packages(monkeypatch, "bitsandbytes")
     plan = make_plan(**recipe)
     why = why_not_trained(plan)
     assert why is not None and why.startswith(field)
@@ -172,6 +177,24 @@ def test_a_quantized_base_requires_bitsandbytes(
         ss.launch(plan, Pretrain(), folder=tmp_path)
     assert not list(tmp_path.iterdir())
     assert "bitsandbytes" in list_extra_packages("qlora")
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        (ss.Layout.fsdp2(), {"method": "qlora"}),
+        (ss.Layout.fsdp2(), {"kernels": "compiled"}),
+        (ss.Layout.zero(stage=3, offload_optimizer="nvme"), {}),
+        (ss.Layout.megatron(tp=2), {}),
+    ],
+)
+def test_a_machine_without_torch_plans_for_others(
+    layout: ss.Layout, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Missing packages and compilers of a laptop refuse no plan; its advice would differ from the cluster's."""
+    hide_packages(monkeypatch, "torch", "peft", "bitsandbytes", "deepspeed", "megatron")
+    monkeypatch.setenv("PATH", "")
+    assert why_not_trained(make_plan(layout, **recipe)) is None
 
 
 def list_extra_packages(name: str) -> set[str]:

@@ -16,10 +16,24 @@ if TYPE_CHECKING:
     from shardscope.core.recipe import Recipe
 
 
+def can_train_here() -> bool:
+    """Return whether this machine has torch; without it, plans are made here for other machines.
+
+    Limits of this machine (packages, compilers) count only then: a plan made on a laptop is not refused, and
+    advice is the same there as on the machine that trains. A launch requires the ``train`` extra first.
+    """
+    return importlib.util.find_spec("torch") is not None
+
+
+def is_missing(package: str) -> bool:
+    """Return whether this machine trains, but does not have ``package``. Does not import it."""
+    # find_spec and no import: these packages import torch.
+    return can_train_here() and importlib.util.find_spec(package) is None
+
+
 def check_adapters(recipe: Recipe) -> None:
     """Raise ``ValueError`` with the pip command if adapters need peft or bitsandbytes, which is missing."""
-    # find_spec and no import: both libraries import torch.
-    if recipe.has_adapters and importlib.util.find_spec("peft") is None:
+    if recipe.has_adapters and is_missing("peft"):
         refuse(
             "Recipe.method",
             recipe.method,
@@ -27,7 +41,7 @@ def check_adapters(recipe: Recipe) -> None:
             'pip install "shardscope[train]"',
         )
     # QLoRA sets the quantization by its method, "lora" by a field of its own: name the one that is set.
-    if recipe.base_quantization and importlib.util.find_spec("bitsandbytes") is None:
+    if recipe.base_quantization and is_missing("bitsandbytes"):
         field = "method" if recipe.method == "qlora" else "quantization"
         refuse(
             f"Recipe.{field}",
@@ -127,7 +141,7 @@ COMPILERS = ("g++", "clang++")
 
 def check_compiler(plan: Plan) -> None:
     """Raise ``ValueError`` if layers are compiled for CPU ranks and there is no C++ compiler."""
-    if plan.kernels != "compiled" or plan.on_gpu:
+    if plan.kernels != "compiled" or plan.on_gpu or not can_train_here():
         return
     # Inductor looks for it only when a kernel is built, in the middle of the first step (torch 2.13,
     # _inductor/cpp_builder.py, get_cpp_compiler).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import refuse
 from shardscope.families.registry import list_families_with
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE, ZeroLayout, check_not_quantized, get_layout
-from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
+from shardscope.frameworks.limits import TRAINED, can_train_here, check_recipe, check_staged, is_missing
 from shardscope.machine.host import multiplies_in_fp16
 from shardscope.memory.activations.head import resolve_loss
 
@@ -33,7 +32,7 @@ AUTOTP_RECIPES: Mapping[str, tuple[object, ...]] = {**TRAINED, "optimizer": ("ad
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for plans that the engine cannot run."""
     layout = get_layout(plan)
-    if importlib.util.find_spec("deepspeed") is None:
+    if is_missing("deepspeed"):
         refuse("Layout.framework", "deepspeed", "one that is installed here", "pip install deepspeed")
     _check_degrees(plan)
     if layout.stage == 0:
@@ -44,6 +43,8 @@ def check_plan(plan: Plan) -> None:
     if not plan.on_gpu:
         check_not_quantized(layout, "on CPU ranks: DeepSpeed quantizes in CUDA kernels (QuantizerBuilder)")
         _check_processor(plan.recipe.precision)
+    if not can_train_here():
+        return
     if "nvme" in (layout.offload_optimizer, layout.offload_params):
         _check_nvme()
     if layout.offload_optimizer and plan.recipe.optimizer == "adamw":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
-from shardscope.frameworks.limits import check_recipe
+from shardscope.frameworks.limits import check_recipe, is_missing
 from shardscope.frameworks.megatron.config_limits import check_computed
 from shardscope.frameworks.megatron.hf_names import check_mapped
 from shardscope.frameworks.megatron.layout import get_layout
@@ -36,7 +35,7 @@ INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for a plan that the engine cannot run, naming one that can if there is one."""
     layout = get_layout(plan)
-    if importlib.util.find_spec("megatron") is None:
+    if is_missing("megatron"):
         refuse(
             "Layout.framework",
             layout.framework,
@@ -81,7 +80,7 @@ def check_trainable(plan: Plan) -> None:
 
 
 def _check_transformer_engine(cp: int) -> None:
-    if importlib.util.find_spec("transformer_engine") is None:
+    if is_missing("transformer_engine"):
         refuse(
             "Layout.cp",
             cp,
