@@ -191,7 +191,7 @@ def test_a_quantized_base_requires_bitsandbytes(
 def test_a_machine_without_torch_plans_for_others(
     layout: ss.Layout, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Missing packages and compilers of a laptop refuse no plan; its advice would differ from the cluster's."""
+    """Packages and compilers that a laptop lacks refuse no plan: its advice is the cluster's."""
     hide_packages(monkeypatch, "torch", "peft", "bitsandbytes", "deepspeed", "megatron")
     monkeypatch.setenv("PATH", "")
     assert why_not_trained(make_plan(layout, **recipe)) is None
