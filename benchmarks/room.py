@@ -1,4 +1,4 @@
-"""``python -m benchmarks.room [--learners 8] [--room 40] [--write FILE]``: learners on one server.
+"""``python -m benchmarks.room [--learners 8] [--room 40] [--write FILE]``: load of a workshop on one server.
 
 Starts JupyterLab, then JupyterHub where it is installed, and, all at once, a session for each learner: its
 pages and folder are fetched, a kernel is started, and the learner's cells are run over the websocket that a
@@ -37,7 +37,7 @@ from benchmarks.room_servers import (
 
 CELL_SECONDS = 600.0
 NUM_CORES = 16
-"""Of the room's server, for which the report computes what it bears."""
+"""Cores of the server for which the report estimates the load."""
 CELLS = {
     "import and Studio": """
 import shardscope as ss
@@ -66,20 +66,20 @@ small = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"),
 run = ss.launch(small, ss.Pretrain(num_steps=5))
 assert run.wait() == "finished", run.reason
 """
-"""The run of notebook 01, which a room makes at about the same time."""
+"""The run of notebook 01, which all learners launch at about the same time."""
 
 
 @dataclass
 class Learner:
-    """What one learner's session cost."""
+    """Measurements of one learner's session."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall seconds of each cell, while all learners ran theirs."""
+    """Wall seconds of each cell while all sessions run."""
     kernel_bytes: int = 0
-    """Memory of the kernel after its cells, what it shares with others counted once (PSS)."""
+    """Memory of the kernel after its cells; shared pages are counted proportionally (PSS)."""
     kernel_cpu_seconds: float = 0.0
     run_bytes: int = 0
-    """Highest memory of a run's processes (PSS); measured of one learner alone."""
+    """Highest memory of a run's processes (PSS); measured for one learner only."""
     run_seconds: float = 0.0
     run_cpu_seconds: float = 0.0
 
@@ -126,12 +126,12 @@ class Session:
             received = json.loads(frame)
             if received["parent_header"].get("msg_id") != number:
                 continue
-            kind, told = received["header"]["msg_type"], received["content"]
+            kind, content = received["header"]["msg_type"], received["content"]
             if kind == "error":
-                raise RuntimeError("\n".join(told["traceback"]))
+                raise RuntimeError("\n".join(content["traceback"]))
             if kind == "stream":
-                self._printed += told["text"]
-            if kind == "status" and told["execution_state"] == "idle":
+                self._printed += content["text"]
+            if kind == "status" and content["execution_state"] == "idle":
                 return time.monotonic() - began
 
 
@@ -145,7 +145,7 @@ def count_bytes(processes: Sequence[psutil.Process]) -> int:
 
 
 def count_cpu_seconds(process: psutil.Process) -> float:
-    """Return the processor's seconds of a process and of its children that ended."""
+    """Return the CPU seconds of a process and of its children that ended."""
     times = process.cpu_times()
     return float(sum((times.user, times.system, times.children_user, times.children_system)))
 
@@ -170,7 +170,7 @@ def measure_learners(sessions: Sequence[Session]) -> list[Learner]:
 
 
 def measure_run(session: Session, learner: Learner) -> None:
-    """Measure one run of two ranks, alone: the memory and the processor's time of all its processes."""
+    """Measure memory and CPU time of one run with two ranks, while nothing else runs."""
     cpu, done = count_cpu_seconds(session.kernel), threading.Event()
     seen: dict[psutil.Process, float] = {}
 
@@ -195,18 +195,18 @@ def measure_run(session: Session, learner: Learner) -> None:
 
 
 class ServerCost(NamedTuple):
-    """What the servers cost, without kernels."""
+    """Memory and CPU time of the servers, without kernels."""
 
     shared_bytes: int
     """Memory of JupyterLab, or of JupyterHub and its proxy."""
     own_bytes: float
     """Memory of each learner's own server, under JupyterHub."""
     cpu_seconds: float
-    """The processor's seconds of all servers."""
+    """CPU seconds of all servers."""
 
 
 def measure_servers(room: Room, sessions: Sequence[Session]) -> ServerCost:
-    """Return what the servers cost until now."""
+    """Return memory and CPU time of the servers until now."""
     own = {session.kernel.parent() for session in sessions} if room.has_own_servers else set()
     kernels = {session.kernel for session in sessions}
     below = set(room.server.children(recursive=True))
@@ -221,8 +221,8 @@ def measure_servers(room: Room, sessions: Sequence[Session]) -> ServerCost:
     return ServerCost(count_bytes(shared), count_bytes(servers) / max(1, len(servers)), seconds)
 
 
-def format_place(place: Room, learners: Sequence[Learner], servers: ServerCost, room: int) -> list[str]:
-    """Return the lines of Markdown of one place; ``room`` is the number of learners for whom it computes."""
+def format_setup(setup: Room, learners: Sequence[Learner], servers: ServerCost, room: int) -> list[str]:
+    """Return the Markdown lines of one server setup; ``room`` is the number of learners to estimate for."""
     gb = 1e9
     kernel = statistics.median(learner.kernel_bytes for learner in learners)
     cpu = statistics.median(learner.kernel_cpu_seconds for learner in learners)
@@ -237,38 +237,38 @@ def format_place(place: Room, learners: Sequence[Learner], servers: ServerCost, 
     ]
     own = [f"| memory of each learner's own server | {servers.own_bytes / gb:.2f} GB |"]
     return [
-        f"## {place.name}",
+        f"## {setup.name}",
         "",
-        "| cell, run by all at once | median, s | slowest, s |",
+        "| cell, run by all sessions at once | median, s | slowest, s |",
         "|---|---:|---:|",
         *rows,
         "",
-        "| what | measured |",
+        "| resource | measured |",
         "|---|---:|",
         f"| memory of a learner's kernel | {kernel / gb:.2f} GB |",
-        f"| processor time of a learner's kernel for these cells, its start included | {cpu:.1f} s |",
-        f"| memory of the {'hub and its proxy' if place.has_own_servers else 'server'} | "
+        f"| CPU time of a learner's kernel for these cells, with its start | {cpu:.1f} s |",
+        f"| memory of the {'hub and its proxy' if setup.has_own_servers else 'server'} | "
         f"{servers.shared_bytes / gb:.2f} GB |",
-        *(own if place.has_own_servers else []),
-        f"| processor time of the server for each learner | {servers.cpu_seconds / len(learners):.1f} s |",
-        f"| memory of a run of two ranks, beside the kernel | {one.run_bytes / gb:.2f} GB |",
-        f"| processor time of that run | {one.run_cpu_seconds:.0f} s in {one.run_seconds:.0f} s |",
+        *(own if setup.has_own_servers else []),
+        f"| CPU time of the server per learner | {servers.cpu_seconds / len(learners):.1f} s |",
+        f"| memory of a run with two ranks, in addition to the kernel | {one.run_bytes / gb:.2f} GB |",
+        f"| CPU time of that run; its duration | {one.run_cpu_seconds:.0f} s; {one.run_seconds:.0f} s |",
         "",
-        f"Computed from these for {room} learners on {NUM_CORES} such cores: {memory / gb:.0f} GB of "
-        f"memory with {runs} runs at a time. If all {room} press Launch in the same minute, the last "
-        f"run ends after about {max(all_runs, one.run_seconds):.0f} s.",
+        f"Estimate for {room} learners on {NUM_CORES} such cores: {memory / gb:.0f} GB of memory with {runs} "
+        f"runs at a time. If all {room} learners press Launch in the same minute, the last run ends after "
+        f"about {max(all_runs, one.run_seconds):.0f} s.",
         "",
     ]
 
 
-def measure_place(
+def measure_setup(
     start: Callable[[Path, int], AbstractContextManager[Room]], number: int, room: int
 ) -> list[str]:
-    """Measure ``number`` learners at one place. Return its lines of the report."""
-    with tempfile.TemporaryDirectory() as name, start(Path(name), number) as place:
+    """Measure ``number`` learners on one server setup. Return its lines of the report."""
+    with tempfile.TemporaryDirectory() as name, start(Path(name), number) as setup:
         sessions: list[Session] = []
         threads = [
-            threading.Thread(target=lambda seat=seat: sessions.append(Session(seat))) for seat in place.seats
+            threading.Thread(target=lambda seat=seat: sessions.append(Session(seat))) for seat in setup.seats
         ]
         for thread in threads:
             thread.start()
@@ -277,9 +277,9 @@ def measure_place(
         if len(sessions) != number:
             raise SystemExit(f"{number - len(sessions)} sessions did not start")
         learners = measure_learners(sessions)
-        servers = measure_servers(place, sessions)
+        servers = measure_servers(setup, sessions)
         measure_run(sessions[0], learners[0])
-        return format_place(place, learners, servers, room)
+        return format_setup(setup, learners, servers, room)
 
 
 def main() -> None:
@@ -287,26 +287,27 @@ def main() -> None:
     cores = os.cpu_count() or 1
     parser = argparse.ArgumentParser(prog="python -m benchmarks.room", description=__doc__)
     parser.add_argument("--learners", type=int, default=4 * cores, help="at the same time")
-    parser.add_argument("--room", type=int, default=40, help="learners for whom the report computes")
+    parser.add_argument("--room", type=int, default=40, help="number of learners to estimate for")
     parser.add_argument("--write", type=Path, help="file for the report")
     options = parser.parse_args()
     number, room = options.learners, options.room
     lines = [
-        "# What a room needs",
+        "# Server size for a workshop",
         "",
         "Written by `make room`; do not edit.",
         "",
-        f"{number} learners' sessions, all at the same time, on {cores} cores (Linux {platform.release()}, "
-        f"Python {platform.python_version()}): {number / cores:g} to a core, where {room} on {NUM_CORES} "
-        f"cores are {room / NUM_CORES:g}. Each fetched its pages, started a kernel and ran these cells over "
-        "its page's websocket. Browsers run on the learners' own machines and were not measured.",
+        f"{number} sessions at the same time on {cores} cores (Linux {platform.release()}, Python "
+        f"{platform.python_version()}), {number / cores:g} per core; {room} learners on {NUM_CORES} cores "
+        f"are {room / NUM_CORES:g} per core. Each session fetched JupyterLab's pages, started a kernel and "
+        "ran the cells below over a websocket, as a page does. Browsers run on the learners' machines and "
+        "were not measured.",
         "",
-        *measure_place(start_server, number, room),
+        *measure_setup(start_server, number, room),
     ]
     if missing := find_missing_for_hub():
         lines += [f"JupyterHub was not measured: no {missing} here.", ""]
     else:
-        lines += measure_place(start_hub, number, room)
+        lines += measure_setup(start_hub, number, room)
     report = "\n".join(lines)
     if options.write:
         options.write.write_text(report, encoding="utf-8")

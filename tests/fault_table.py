@@ -1,4 +1,4 @@
-"""Texts of all faults: what goes wrong, what the user sees then, and what no test covers."""
+"""Texts of all faults: cause, what the user sees, and what no test covers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 HEADINGS = {
     1: "Launch and stop",
     30: "Checkpoints",
-    33: "What the planner reads",
-    38: "Traces and snapshots",
+    33: "Inputs of the planner",
+    38: "Traces and memory snapshots",
     42: "Widgets",
-    49: "Found by attack",
-    62: "Found in a browser",
+    49: "Attacks and extreme conditions",
+    62: "Keyboard, moved cells and hidden views",
     65: "On Slurm and Ray",
 }
 """Heading of each part of the table, by its first number."""
@@ -201,7 +201,7 @@ FAULTS = {
     33: Fault(
         "NaN, infinity, negative, zero, bool, text, 1e30 in any field",
         "`ValueError` with field, value, what is allowed and the nearest fix. In the Studio the message "
-        "stands at the input, and the last plan stays.",
+        "is shown at the input, and the last plan stays.",
     ),
     34: Fault(
         "Degrees that do not multiply to the number of GPUs, or do not divide heads, layers, experts",

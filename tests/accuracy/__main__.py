@@ -1,4 +1,4 @@
-"""``python -m tests.accuracy --kind memory|time [--rows FILE ...]``: scores, prints, writes the report."""
+"""``python -m tests.accuracy --kind memory|time [--rows FILE ...]``: scores rows and writes the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.accuracy.time_scoring import score_time
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Scores one kind of prediction. Returns the exit status."""
+    """Score one kind of prediction. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy", description=__doc__)
     parser.add_argument("--kind", choices=KINDS, default="memory")
     parser.add_argument(
@@ -35,14 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
     broken: list[str] = []
     defaults = time_files() if chosen.kind == "time" else default_files()
     rows = read(chosen.rows or defaults, broken)
-    for words in broken:
-        print(f"left out: {words}", file=sys.stderr)
+    for problem in broken:
+        print(f"skipped: {problem}", file=sys.stderr)
     if broken and not rows:
         return 2
     report = (
         time_report(score_time(rows)) if chosen.kind == "time" else _report_memory(rows, bool(chosen.rows))
     )
-    # Its last line is the kind's closing one.
     print(report, end="")
     if chosen.write is not None:
         chosen.write.parent.mkdir(exist_ok=True)
@@ -52,13 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _report_memory(rows: list[Row], is_of_others: bool) -> str:
+def _report_memory(rows: list[Row], has_other_rows: bool) -> str:
     score = score_memory(rows)
-    return memory_report(score) if is_of_others else full_report(score)
+    return memory_report(score) if has_other_rows else full_report(score)
 
 
 def full_report(score: MemoryScore) -> str:
-    """docs/accuracy.md about memory: published rows, stored rehearsals, and our own runs if there are any."""
+    """Return the part about memory: published rows, stored rehearsals, and our own runs if there are any."""
     sections = [rehearsal_report(*read_rehearsals(stored_files()))]
     if OWN.is_file():
         sections.append(own_report(score_memory(read([OWN]))))
@@ -66,6 +65,6 @@ def full_report(score: MemoryScore) -> str:
 
 
 if __name__ == "__main__":
-    # The catalogue's constants are scored, whatever this very machine was measured to do.
+    # Score the catalog's constants, not a calibration of this machine.
     os.environ["SHARDSCOPE_DATA_HOME"] = os.devnull
     sys.exit(main())

@@ -16,36 +16,38 @@ SEEN = (
     *(f"fms-{number:04}" for number in (7, 41, 45, 50, 52, 53, 58, 59, 62, 63, 77, 80)),
     *(f"mbskill-{number:04}" for number in (1, 2, 6)),
 )
-"""Rows of role ``judge`` that checks of pieces once read: for these pieces they are no fresh rows. Of
-Moonlight's (mbskill) the pieces are options of a plan by now."""
+"""Rows of role ``judge`` that were read when the pieces were written, so for them they are not held out.
+
+Moonlight's pieces (mbskill) have become options of a plan."""
 
 MISSING: dict[OwnCode, str] = {
-    "torchtitan_policy": "yes: a selective recomputation that names its operations",
-    "bf16_optimizer": "in part: ZeRO's stage 0 in a pipeline has it, over transformers' modules",
+    "torchtitan_policy": "yes: selective recomputation by a list of operators",
+    "bf16_optimizer": "partly: ZeRO-0 in a pipeline has it, for transformers' modules",
     "no_ddp": "yes: one GPU without DDP",
-    "kbit_training": "yes: what is not quantised in fp32, as prepare_model_for_kbit_training leaves it",
-    "zero2_over_gptq": "yes: a base in 4 bits under ZeRO, which is refused",
+    "kbit_training": "yes: fp32 for all parameters that are not quantized, as by "
+    "prepare_model_for_kbit_training",
+    "zero2_over_gptq": "yes: a 4-bit base under ZeRO, which raises ValueError",
     "no_buckets": "yes: one GPU without DDP",
 }
-"""Pieces that users of the product would say as an option; the others are code of one source or time."""
+"""Pieces that could be an option of a plan; the others are code of one source or software version."""
 
 
 class Without(NamedTuple):
-    """One row, whose plan has a piece of foreign code beside it."""
+    """Errors of one row with and without a piece of publisher's code."""
 
     row: Scored
     with_error: float
-    """Absolute, with all that ran beside the plan."""
+    """Absolute, with all of the publisher's code."""
     without_error: float
     """Absolute, with all of it but the piece."""
 
 
 def score_without(name: OwnCode, rows: Sequence[Scored]) -> list[Without]:
-    """Score every row with which the piece ran, without it."""
+    """Score each row whose publisher ran the piece, without it."""
     results = []
     for row in rows:
         own = row.mapped.own_code
-        # A run that is measured twice counts once: as tensors, which is what the pieces are.
+        # A run with two measurements counts once, by its tensors, because the pieces are tensors.
         if name in own and not row.mapped.row.get("same_run"):
             rest = tuple(other for other in own if other != name)
             report = add_own_code(row.mapped.plan, row.mapped.plan.memory(), rest)
@@ -55,7 +57,7 @@ def score_without(name: OwnCode, rows: Sequence[Scored]) -> list[Without]:
 
 
 def ablation_report(rows: Sequence[Scored]) -> str:
-    """The section of docs/accuracy.md about what ran beside plans."""
+    """Return the section of docs/accuracy.md about publisher's code."""
     named: dict[OwnCode, set[str]] = defaultdict(set)
     for row in rows:
         for name in row.mapped.own_code:
@@ -63,24 +65,24 @@ def ablation_report(rows: Sequence[Scored]) -> str:
     if not named:
         return ""
     lines = [
-        "## What ran beside the plans",
+        "## Publisher's code, piece by piece",
         "",
-        "Kernels, hooks and options that no plan says, counted from the sources of what ran "
-        "(`tests/accuracy/own_code.py`): the median of absolute errors with each piece and without it. "
-        "Checks of the pieces read rows of role `calibration` only "
-        "(`tests/unit/accuracy/test_accuracy_own_code.py`). When they were written they also read "
-        f"{len(SEEN)} rows of role `judge`, which are apart here: for these pieces they are not fresh.",
+        "Kernels, hooks and options that no plan can express, modelled from the source of the code that ran "
+        "(`tests/accuracy/own_code.py`). A cell has the number of rows and their median absolute error with "
+        "and without the piece. The tests of the pieces (`tests/unit/accuracy/test_accuracy_own_code.py`) "
+        f"read `calibration` rows only. While the pieces were written, {len(SEEN)} `judge` rows were read "
+        "too; they have a column of their own because they are not held out for these pieces.",
         "",
-        "The last column says whether users would want it as an option of a plan: those are gaps of the "
-        "product; the others are code of one source or of its time.",
+        "The last column tells whether the piece could be an option of a plan. Those are gaps of Shardscope; "
+        "the other pieces belong to one source or one software version.",
         "",
-        "| what | source | calibration: rows, with, without | judge, fresh | judge, once read | an option? |",
+        "| piece | source | calibration: rows, with, without | judge, held out | judge, read before | "
+        "possible option |",
         "|---|---|---|---|---|---|",
     ]
     for name, sources in sorted(named.items()):
-        found = score_without(name, rows)
         of_role: dict[str, list[Without]] = defaultdict(list)
-        for one in found:
+        for one in score_without(name, rows):
             of_role[_find_role(one.row)].append(one)
         cells = [_format_figures(of_role[role]) for role in ("calibration", "judge", "read")]
         cells.append(MISSING.get(name, "no"))

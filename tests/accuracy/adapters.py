@@ -87,7 +87,7 @@ def read_adapters(
     if lora.get("use_dora") or "dora" in text.replace("'use_dora': false", ""):
         raise UnmappedError("adapters of another kind: DORA")
     if lora.get("emb_trainable"):
-        raise UnmappedError("embeddings trained beside adapters")
+        raise UnmappedError("trains embeddings as well as adapters")
     words = str(lora.get("kind") or "")
     rank = (
         _read_lora_rank(stated, lora, words)

@@ -1,4 +1,4 @@
-"""docs/accuracy.md: a part for each kind of prediction, each written by its own kind."""
+"""docs/accuracy.md: one part for memory and one for time, each of which is written separately."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def split_parts(text: str) -> dict[Kind, str]:
 
 
 def replace_part(kind: Kind, report: str, path: Path = DOCUMENT) -> None:
-    """Write the part of ``kind`` anew and leave the other one as it is."""
-    found = split_parts(path.read_text(encoding="utf-8")) if path.is_file() else dict.fromkeys(KINDS, "")
-    found[kind] = report
+    """Replace the part of ``kind`` and keep the other one."""
+    parts = split_parts(path.read_text(encoding="utf-8")) if path.is_file() else dict.fromkeys(KINDS, "")
+    parts[kind] = report
     path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(part for part in found.values() if part), encoding="utf-8")
+    path.write_text("\n".join(part for part in parts.values() if part), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.accuracy.measurement_kinds import find_kind
+from tests.accuracy.nvidia_smi_pairs import HEADING
 from tests.accuracy.rows import join_fields, read_source
 from tests.accuracy.scoring import Scored
 
@@ -16,7 +17,7 @@ def find_reason(row: Scored) -> str:
     """Return the known reason for the row's error; empty for a row with a small error."""
     if abs(row.error) <= _CLOSE or (find_kind(row.mapped.row) in ("reserved", "nvidia-smi") and row.inside):
         return ""
-    return next((words for applies, words in _KNOWN if applies(row)), "not explained")
+    return next((reason for applies, reason in _KNOWN if applies(row)), "not explained")
 
 
 def _text_has(*parts: str) -> _Applies:
@@ -28,8 +29,8 @@ def _text_has(*parts: str) -> _Applies:
 _KNOWN: list[tuple[_Applies, str]] = [
     (
         lambda row: row.mapped.framework == "nanotron",
-        "how far the CPU runs ahead of collectives, whose tensors the allocator then cannot give out again: "
-        "between none and those of a whole forward; runs several times slower than others of the same plan "
+        "how far the CPU runs ahead of collectives, whose tensors the allocator cannot reuse until they end: "
+        "between none and a whole forward pass; runs several times slower than others of the same plan "
         "kept almost none",
     ),
     (
@@ -41,39 +42,39 @@ _KNOWN: list[tuple[_Applies, str]] = [
     ),
     (
         lambda row: row.mapped.framework == "Megatron-DeepSpeed",
-        "CUDA 11 contexts, one communicator a pipeline neighbour, blocks of other phases stay reserved; one "
-        "row looks like a typo (65 GB at micro-batch 2, 56 at 4)",
+        "CUDA 11 contexts, one communicator for each adjacent stage, blocks of other phases stay reserved; "
+        "one row looks like a typo (65 GB at micro-batch 2, 56 at 4)",
     ),
     (
         lambda row: row.mapped.framework == "FSDP1" and find_kind(row.mapped.row) == "allocated",
-        "FSDP1's flat parameters and prefetch, in FSDP2's place",
+        "planned as FSDP2, but FSDP1 ran, with flat parameters and its own prefetch",
     ),
     (
         lambda row: "Qwen" in read_source(row.mapped.row),
-        'held against tensors: see "What nvidia-smi sees beyond tensors"',
+        f'compared with tensors: see "{HEADING}"',
     ),
     (
         lambda row: find_kind(row.mapped.row) == "nvidia-smi" and "FMS" in read_source(row.mapped.row),
-        "what the allocator holds beyond tensors, and the load, are more than the band says",
+        "the allocator's cache and loading take more than the band allows",
     ),
     (
         lambda row: (
             row.mapped.framework == "one GPU" and _text_has("bnb|foak", "gptq|foak", "lora|foak")(row)
         ),
-        "its own kernels: Unsloth's rotation in place and fused adapters keep two or three hidden states of "
-        "the layer at hand fewer than transformers' modules",
+        "own kernels: Unsloth's in-place rotary embedding and fused adapters save two or three hidden states "
+        "of the current layer fewer than transformers' modules",
     ),
     (
         _text_has("baseline-peft-bnb"),
-        "norms, embeddings and head in fp32 (peft's prepare_model_for_kbit_training): 4 bytes a logit more "
-        "than counted, not explained",
+        "norms, embeddings and head in fp32 (peft's prepare_model_for_kbit_training): 4 bytes per logit more "
+        "than predicted, not explained",
     ),
     (
         _text_has("Moonlight selective"),
-        "the peak is the optimizer's step, as in the rows, where 1.3 GB less was there: not explained",
+        "the peak is in the optimizer's step, as measured, but 1.3 GB lower: not explained",
     ),
     (
         _text_has("torchtitan"),
-        "a fifth more is reserved than its modules and its policy keep: not explained",
+        "a fifth more is reserved than its modules and its checkpoint policy save: not explained",
     ),
 ]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from tests.accuracy.catalog_predictions import ignore_calibrations, use_torch_of
 from tests.accuracy.row_plans import Mapped
 from tests.accuracy.rows import read, read_source
-from tests.accuracy.time_own_code import beside_seconds
+from tests.accuracy.time_own_code import compute_own_code_seconds
 from tests.accuracy.time_row_plans import map_timed_row
 from tests.accuracy.time_rows import list_configurations, step_seconds, time_files, tokens_rate
 from tests.accuracy.uncalibrated_stacks import OTHER_FRAMEWORKS
@@ -125,7 +125,9 @@ def log_errors(rows: Sequence[Fitted]) -> list[float]:
     for row in rows:
         with use_torch_of(row.mapped.row):
             report = row.mapped.plan.step()
-        results.append(math.log(report.seconds + beside_seconds(row.mapped, report)) - row.log_seconds)
+        results.append(
+            math.log(report.seconds + compute_own_code_seconds(row.mapped, report)) - row.log_seconds
+        )
     return results
 
 

@@ -1,4 +1,4 @@
-"""The head of docs/accuracy.md: goals, judged by the product alone and with foreign code described."""
+"""The first sections of docs/accuracy.md: goals, fit predictions, signs of errors and widths of bands."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from tests.accuracy.scoring import Fit, MemoryScore, Scored, overall_line, summa
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
 WIDE = 1.5
-"""A band whose top is more times its bottom than this says little."""
+"""Ratio of a band's upper to its lower end above which it counts as wide."""
+PRODUCT = "product"
+"""Label of predictions by ``plan.memory()`` alone."""
+WITH_CODE = "with publisher's code"
+"""Label of predictions that add the code that a publisher ran."""
 KINDS = ("allocated", "reserved", "nvidia-smi", "unknown")
 
 
 class Goal(NamedTuple):
-    """One line of the table: a figure of some rows, which the goal bounds."""
+    """One line of the table: a figure of some rows, and the goal for it."""
 
-    what: str
+    name: str
     rows: tuple[Scored, ...]
     figure: Callable[[tuple[Scored, ...]], str]
     is_met: Callable[[tuple[Scored, ...]], bool] | None = None
@@ -27,11 +31,11 @@ class Goal(NamedTuple):
 
 
 def goals_report(score: MemoryScore) -> str:
-    """The goals, fits-or-not, signs and widths of bands."""
+    """Return the sections about goals, fit predictions, signs of errors and widths of bands."""
     return "\n\n".join(
         part
         for part in (
-            _format_both_scores(score),
+            _explain_both_predictions(score),
             _format_goals(score),
             _format_fits(score),
             _format_signs(score),
@@ -41,20 +45,20 @@ def goals_report(score: MemoryScore) -> str:
     )
 
 
-def alone_line(score: MemoryScore) -> str:
-    """The closing line's figures by ``plan.memory()`` and nothing else."""
+def product_line(score: MemoryScore) -> str:
+    """Return the figures of the last line, by ``plan.memory()`` alone."""
     return overall_line(score.by_product).replace("overall memory:", "plan.memory() alone:", 1)
 
 
-def _format_both_scores(score: MemoryScore) -> str:
-    described = sum(row.is_described for row in score.scored)
+def _explain_both_predictions(score: MemoryScore) -> str:
+    with_code = sum(row.has_publisher_code for row in score.scored)
     return (
-        "Every row is scored twice: by `plan.memory()` **alone**, which is the product, and with what ran "
-        "beside the plan **described** from its published code. That is so for "
-        f"{described} of the {len(score.scored)} rows: kernels, hooks and optimizers of a source's own "
-        "(`tests/accuracy/own_code.py`) and nanotron's own modules (`tests/accuracy/nanotron.py`). No user "
-        "of Shardscope gets the second; it shows how much of an error is foreign code. The closing line of "
-        "this file is the second's, the line above it the first's."
+        f"Every row has two predictions. **{PRODUCT.capitalize()}** is `plan.memory()` alone, which users "
+        f"get. **{WITH_CODE.capitalize()}** adds a model of the kernels, hooks and optimizers that the "
+        "publisher ran and that no plan can express (`tests/accuracy/own_code.py`), or nanotron's modules "
+        f"(`tests/accuracy/nanotron.py`). The two differ for {with_code} of the {len(score.scored)} rows; "
+        "the difference shows how much of an error comes from code that is not part of Shardscope. The last "
+        "line of this part has the figures with the publisher's code, the line above it those of the product."
     )
 
 
@@ -82,24 +86,25 @@ def _format_goals(score: MemoryScore) -> str:
     lines = [
         "## Against the goals",
         "",
-        "Every figure with its verdict; a goal is reached only where the first column says so.",
+        "A goal counts as reached only if `plan.memory()` alone reaches it. `inside` is the share of rows "
+        "whose measured figure lies in the predicted band.",
         "",
-        "| what | rows | described | plan.memory() alone | with what ran beside it described | goal |",
+        f"| measurement | rows | rows with publisher's code | plan.memory() alone | {WITH_CODE} | goal |",
         "|---|---|---|---|---|---|",
     ]
     for goal in _all_goals(score):
-        described = sum(row.is_described for row in goal.rows)
+        with_code = sum(row.has_publisher_code for row in goal.rows)
         lines.append(
-            f"| {goal.what} | {len(goal.rows)} | {described} | "
+            f"| {goal.name} | {len(goal.rows)} | {with_code} | "
             f"{_format_cell(goal, tuple(row.by_product for row in goal.rows))} | "
-            f"{_format_cell(goal, goal.rows) if described else 'the same'} | {goal.goal} |"
+            f"{_format_cell(goal, goal.rows) if with_code else 'the same'} | {goal.goal} |"
         )
     known = [why for _, why in score.unmapped if not why.endswith("is not modelled")]
     of_known = score.num_rows - len(score.unmapped) + len(known)
     if of_known:
         share = 1 - len(known) / of_known
         lines.append(
-            f"| rows of known frameworks with a plan | {of_known} | – | {100 * share:.0f} %, "
+            f"| rows of known frameworks that map to a plan | {of_known} | – | {100 * share:.0f} %, "
             f"{_format_verdict(share >= 0.8)} | the same | 80 % |"
         )
     return "\n".join(lines)
@@ -112,11 +117,11 @@ def _all_goals(score: MemoryScore) -> list[Goal]:
     goals: list[Goal] = []
     exact = by_kind["allocated"]
     if exact:
-        what = "allocated and active: median of source medians"
-        goals.append(Goal(what, exact, _format_point, exact_goals, "3 %, p90 8 %"))
-        plain = tuple(row for row in exact if not row.is_described)
+        title = "allocated and active: median of source medians"
+        goals.append(Goal(title, exact, _format_point, exact_goals, "3 %, p90 8 %"))
+        plain = tuple(row for row in exact if not row.has_publisher_code)
         if plain and len(plain) < len(exact):
-            goals.append(Goal("the same, rows with nothing beside the plan", plain, _format_point))
+            goals.append(Goal("the same, rows without publisher's code", plain, _format_point))
     for name in ("reserved", "nvidia-smi"):
         if by_kind[name]:
             goals.append(
@@ -130,13 +135,13 @@ def _all_goals(score: MemoryScore) -> list[Goal]:
             )
             ours = tuple(row for row in by_kind[name] if row.mapped.framework != "nanotron")
             if ours and len(ours) < len(by_kind[name]):
-                what = f"{name}, without nanotron, which the product has no layout for"
-                goals.append(Goal(what, ours, _format_share_inside))
-            plain = tuple(row for row in by_kind[name] if not row.is_described)
+                title = f"{name}, without nanotron, for which Shardscope has no layout"
+                goals.append(Goal(title, ours, _format_share_inside))
+            plain = tuple(row for row in by_kind[name] if not row.has_publisher_code)
             if plain and len(plain) < len(by_kind[name]):
-                goals.append(Goal(f"{name}, rows with nothing beside the plan", plain, _format_share_inside))
+                goals.append(Goal(f"{name}, rows without publisher's code", plain, _format_share_inside))
     if by_kind["unknown"]:
-        goals.append(Goal("unknown what was read", by_kind["unknown"], _format_share_inside))
+        goals.append(Goal("unknown kind of measurement", by_kind["unknown"], _format_share_inside))
     return goals
 
 
@@ -154,30 +159,31 @@ def _format_fits(score: MemoryScore) -> str:
     constant = sum(fit.ran for fit in score.fits) / len(score.fits)
     out = len(score.fits) - sum(fit.ran for fit in score.fits)
     lines = [
-        "## Fits or not",
+        "## Fits or out of memory",
         "",
-        f"Of {len(score.fits)} rows that say whether they ran, {out} ran out of memory. Answering "
-        f'"fits" to every one would be right for {100 * constant:.1f} %: the rate says little, the rows that '
-        "ran out say something.",
+        f"{len(score.fits)} rows state whether the run fitted; {out} of them ran out of memory. Predicting "
+        f'"fits" for every row would be right for {100 * constant:.1f} %, so the rate alone means little: '
+        "the rows that ran out of memory are the test.",
         "",
-        "| by | rows | right (goal 98 %) | ran out and caught | ran, and said not to fit |",
+        "| predicted by | rows | right (goal 98 %) | out of memory, predicted | ran, predicted not to fit |",
         "|---|---|---|---|---|",
     ]
-    others = tuple(fit for fit in score.fits if fit.mapped.framework != "nanotron")
+    others = tuple(fit for fit in score.by_product.fits if fit.mapped.framework != "nanotron")
     for name, fits in (
         ("plan.memory() alone", score.by_product.fits),
-        ("with what ran beside it described", score.fits),
+        (WITH_CODE, score.fits),
         ('always "fits"', tuple(fit._replace(predicted=True) for fit in score.fits)),
-        ("plan.memory() alone, without nanotron", tuple(fit._replace(predicted=fit.alone) for fit in others)),
+        ("plan.memory() alone, without nanotron", others),
     ):
         if fits:
             lines.append(f"| {name} | {_fit_figures(fits)} |")
     warned = sum(fit.warned and not fit.ran for fit in score.fits)
     lines += [
         "",
-        f"Beside that plan.memory() calls a plan tight whose peak is over {TIGHT_PERCENT} % of its card "
-        f"(`is_tight`): of the {out} that ran out it warned of {warned} in one way or the other, and of "
-        f"{sum(fit.warned and fit.ran for fit in score.fits)} of the {len(score.fits) - out} that ran.",
+        f"`plan.memory()` also calls a plan tight (`is_tight`) if its peak is above {TIGHT_PERCENT} % of the "
+        f"GPU's usable memory. {warned} of the {out} runs that ran out of memory are predicted as tight or "
+        f"too large, and {sum(fit.warned and fit.ran for fit in score.fits)} of the "
+        f"{len(score.fits) - out} that fitted.",
     ]
     return "\n".join(lines)
 
@@ -192,13 +198,12 @@ def _fit_figures(fits: tuple[Fit, ...]) -> str:
 
 def _format_signs(score: MemoryScore) -> str:
     lines = [
-        "## Signs",
+        "## Signs of the errors",
         "",
-        "How many points lie under the measured figure and how many over it: a prediction that is mostly "
-        "under says that plans fit which do not.",
+        "How many predictions are below (under) and above (over) the measured figure, and the median signed "
+        "error. Predictions that are mostly under let plans pass that do not fit.",
         "",
-        "| kind | rows | alone: under | alone: over | alone: median | described: under | described: over | "
-        "described: median |",
+        f"| kind | rows | {PRODUCT}: under | over | median | {WITH_CODE}: under | over | median |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in KINDS:
@@ -219,18 +224,18 @@ def _format_widths(score: MemoryScore) -> str:
     lines = [
         "## Widths of bands",
         "",
-        f"A wide band holds its row easily: shares inside are told apart for bands whose top is more than "
-        f"{WIDE} times their bottom.",
+        "The width of a band is its upper end divided by its lower end. A wide band contains its row easily, "
+        f"so bands wider than {WIDE} are counted separately.",
         "",
-        f"| kind | by | rows | median width | wider than {WIDE} times | inside, of the wide | inside, of the "
-        "narrow |",
+        f"| kind | predicted by | rows | median width | wider than {WIDE} | inside, wide bands | inside, "
+        "narrow bands |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in ("reserved", "nvidia-smi", "unknown"):
         rows = tuple(row for row in score.scored if find_kind(row.mapped.row) == name)
-        alone = tuple(row.by_product for row in rows)
-        for by, some in (("alone", alone), ("described", rows)):
-            if some and (by == "alone" or any(row.is_described for row in rows)):
+        by_product = tuple(row.by_product for row in rows)
+        for by, some in ((PRODUCT, by_product), (WITH_CODE, rows)):
+            if some and (by == PRODUCT or any(row.has_publisher_code for row in rows)):
                 lines.append(f"| {name} | {by} | {_format_width(some)} |")
     return "\n".join(lines)
 

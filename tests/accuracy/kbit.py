@@ -19,7 +19,7 @@ from shardscope.prediction.memory import compute_phases as moments_of
 
 
 def kbit_training(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemory, ...]:
-    """peft's prepare_model_for_kbit_training: norms, embeddings and head in fp32, and so the stream.
+    """peft's prepare_model_for_kbit_training: norms, embeddings, head and residual stream in fp32.
 
     Autograd keeps autocast's copy of the head until that has gone backward.
     """

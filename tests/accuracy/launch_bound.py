@@ -1,8 +1,9 @@
-"""Step times of small kernels: vTrain's GPT models on 2 to 8 A100, where the host bounds the step.
+"""Step times of small kernels: vTrain's GPT models on 2 to 8 A100, limited by kernel launches.
 
-``python -m tests.accuracy.launch_bound`` fits what ``[passes.megatron]`` in catalog/efficiency.toml has from
-these rows: the kernels that attention adds where it is not fused, twice as many backward as forward. Rows of
-one layout are near neighbours, so it sees half of the layouts, not half of the rows.
+``python -m tests.accuracy.launch_bound`` fits the constant of ``[passes.megatron]`` in
+catalog/efficiency.toml that comes from these rows: the kernels that unfused attention adds, twice as many in
+backward as in forward. Rows of one layout are nearly equal, so the fit uses half of the layouts, not half of
+the rows.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ _KEYS = (
 )  # fmt: skip
 _HOW = """\
 720 iterations of GPT models on 2 to 8 A100 (VIA-Research/vTrain, MIT; Megatron-DeepSpeed, fp16, full
-recomputation, attention that is not fused), with the dropout of 0.1 that is Megatron's default and of which
-the file says nothing: without it the mean error is 10.2 % at best, in both halves. Kernels of such small
-models take less time than the host needs to start them. vTrain, which profiles the machine first, reports
-8.37 % mean error on the whole file. The kernels that attention adds where it is not fused, the one constant
-from here, have the smallest mean error on the layouts for calibration (`python -m
-tests.accuracy.launch_bound`). Where dp = pp = 1, the rows of one width, micro-batch and tp are linear in
-layers and micro-batches to the last digit: the file holds sums of timed pieces rather than timed iterations,
-and many rows repeat few measurements. Nearly all layouts for judging have the width, micro-batch and tp of
-one for calibration, so that the halves are no independent measurements."""
+recomputation, unfused attention). The kernels of such small models take less time than the host needs to
+launch them. vTrain, which profiles the machine first, reports a mean error of 8.37 % on the whole file.
+Dropout is 0.1, Megatron's default; the file does not state it, but without it the mean error is at least
+10.2 % in both halves. One constant was fitted on these rows: the number of kernels that unfused attention
+adds, with the smallest mean error on the calibration layouts (`python -m tests.accuracy.launch_bound`).
+
+The rows are not independent measurements. Where dp = pp = 1, rows of one width, micro-batch and tp are
+exactly linear in layers and micro-batches: the file has sums of timed pieces rather than timed iterations.
+And nearly all held-out layouts share width, micro-batch and tp with a calibration layout."""
 
 
 class Iteration(NamedTuple):
-    """One row, and its error."""
+    """One row and its error."""
 
     row: dict[str, int]
     position: int
@@ -91,20 +92,20 @@ def score_iterations() -> list[Iteration]:
 
 
 def launch_bound_report() -> str:
-    """The section of docs/accuracy.md."""
+    """Return the section of docs/accuracy.md."""
     scored = score_iterations()
     groups: list[tuple[str, Callable[[Iteration], bool]]] = [
         ("all", lambda one: True),
-        ("layouts for calibration", lambda one: one.is_calibration),
-        ("layouts for judging", lambda one: not one.is_calibration),
+        ("calibration layouts", lambda one: one.is_calibration),
+        ("held-out layouts", lambda one: not one.is_calibration),
         ("even rows", lambda one: one.position % 2 == 0),
         ("odd rows", lambda one: one.position % 2 == 1),
     ]
     for key, name in (("micro_batch", "micro-batch"), ("hidden", "hidden size"), ("tp", "tp"), ("pp", "pp")):
         for value in sorted({one.row[key] for one in scored}):
             groups.append((f"{name} {value}", lambda one, key=key, value=value: one.row[key] == value))  # type: ignore[misc]
-    lines = ["## Steps that launches bound", "", _HOW, ""]
-    lines += ["| rows | number | mean error | median, with its sign |", "|---|---|---|---|"]
+    lines = ["## Steps limited by kernel launches", "", _HOW, ""]
+    lines += ["| rows | number | mean error | median signed error |", "|---|---|---|---|"]
     return "\n".join(
         [*lines, *(_format_row(name, [one for one in scored if holds(one)]) for name, holds in groups)]
     )
@@ -116,12 +117,12 @@ def _format_row(name: str, some: Sequence[Iteration]) -> str:
 
 
 def fit_eager_kernels() -> int:
-    """Return the kernels of forward with the smallest mean error on the layouts for calibration.
+    """Return the number of forward kernels with the smallest mean error on the calibration layouts.
 
-    The rows tell forward and backward not apart: backward has twice as many.
+    The rows do not separate forward from backward, which is assumed to have twice as many.
     """
     constants = load_efficiency()["passes"]["megatron"]
-    kept = dict(constants)
+    stored = dict(constants)
     errors: dict[int, float] = {}
     try:
         for forward in range(1, 16):
@@ -129,7 +130,7 @@ def fit_eager_kernels() -> int:
             look_up_rates.cache_clear()
             errors[forward] = mean(abs(one.error) for one in score_iterations() if one.is_calibration)
     finally:
-        constants.update(kept)
+        constants.update(stored)
         look_up_rates.cache_clear()
     return min(errors, key=errors.__getitem__)
 

@@ -78,7 +78,7 @@ def _read_gpu(row: Row, name: str) -> tuple[Gpu, list[str]]:
         raise UnmappedError(f"GPU {row['gpu']!r} is not in the catalogue")
     chip = match[1]
     if re.search(r"\bmig\b|\b[1-7]g\.\d", name):
-        raise UnmappedError("part of a card (MIG)")
+        raise UnmappedError("part of a GPU (MIG)")
     if re.fullmatch(r"[345]0\d0.*|a[56]000|rtx\d.*", chip):
         chip = "rtx-" + chip.removeprefix("rtx")
     memory_gb = _memory_gb(row, name)

@@ -16,13 +16,13 @@ Kind = Literal["allocated", "reserved", "nvidia-smi", "unknown"]
 
 
 class Compared(NamedTuple):
-    """Bytes that the row's figure is held against."""
+    """Predicted bytes that a row's figure is compared with."""
 
     low: int
     point: int
     high: int
     components: dict[str, int]
-    """At the moment of the point."""
+    """In the phase of the point prediction."""
 
 
 def find_kind(row: Row) -> Kind:
@@ -38,7 +38,7 @@ def find_kind(row: Row) -> Kind:
 
 
 def measured_bytes(row: Row) -> float:
-    """The row's peak: GiB as its field is called, or GB where the row says that it kept GB as printed.
+    """Return the row's peak: in GiB, as its field is named, or in GB where the row states decimal GB.
 
     Megatron-Bridge prints bytes / 1e9 to five digits (training/utils/train_utils.py, ``report_memory``). Its
     pages call the same figures GB here and GiB there, and all have those five digits (158.220, 62.166).
@@ -69,14 +69,14 @@ def predict_measured_kind(row: Row, report: MemoryReport, held_back: int = 0) ->
         high = overheads.limit_to_usable(max(high, point + held_back), point, report.usable_bytes, True)
         return Compared(low, point + held // 2, high, dict(moment.components))
     if what == "unknown":
-        # Most frameworks print what is allocated; a person may have read nvidia-smi.
+        # Most frameworks print allocated bytes; the publisher may have read nvidia-smi.
         point, moment = max(_list_tensor_bytes(stages), key=lambda found: found[0])
         return Compared(point, point, report.high_bytes, dict(moment.components))
     return Compared(report.low_bytes, report.peak_bytes, report.high_bytes, dict(report.components))
 
 
 def on_ranks(row: Row, report: MemoryReport) -> tuple[StageMemory, ...]:
-    """The stages that the row speaks of: the first, or all."""
+    """Return the stages that the row measures: the first one, or all."""
     return report.by_stage[:1] if "rank 0" in join_fields(row, "memory_kind", "notes") else report.by_stage
 
 
@@ -85,7 +85,7 @@ def _list_tensor_bytes(stages: tuple[StageMemory, ...]) -> list[tuple[int, Phase
 
 
 def tensor_bytes(moment: PhaseMemory) -> int:
-    """Bytes of all tensors of a moment: what torch counts as allocated."""
+    """Return the bytes of all tensors of a phase, which torch counts as allocated."""
     return sum(term[0] for name, term in moment.terms.items() if name in TENSORS)
 
 

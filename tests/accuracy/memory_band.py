@@ -1,4 +1,4 @@
-"""The rule by which the band's top was chosen: what published runs held beyond tensors."""
+"""The rule that sets the upper end of a band: the memory of published runs beyond tensors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.overheads.band import compute_allocated_and_freed
 
 SHARE = 0.9
-"""Of the rows, each source counting alike: the figure of :func:`chosen_share`."""
+"""Share of the rows, with sources weighted equally: the percentile of :func:`chosen_share`."""
 
 
 def held_share(row: Scored) -> float:
     """Return the row's memory beyond tensors as a share of the bytes that its step allocates and frees.
 
-    The least share with which the band's top reaches the measured figure, with what ran beside the plan
-    described. Of nvidia-smi's figures contexts and communicators are taken off first, at their most, as the
-    band's top has them. Negative where these alone are more than was measured.
+    The smallest share with which the band's upper end reaches the measured figure, publisher's code included.
+    From nvidia-smi's figures, contexts and communicators are subtracted first, at the sizes of the band's
+    upper end. Negative where these alone exceed the measured figure.
     """
     plan = row.mapped.plan
     stages = on_ranks(row.mapped.row, predict_row(row.mapped)[0])
     gpu = plan.cluster.gpu
-    beside = 0
+    outside_torch = 0
     if find_kind(row.mapped.row) == "nvidia-smi":
-        beside = overheads.estimate_runtime(gpu.vendor, gpu.architecture).high
-        beside += max(buffers.high for _, buffers in with_communication(plan, stages))
+        outside_torch = overheads.estimate_runtime(gpu.vendor, gpu.architecture).high
+        outside_torch += max(buffers.high for _, buffers in with_communication(plan, stages))
     return min(
-        (row.measured - beside - tensor_bytes(moment)) / compute_allocated_and_freed(stage.phases)
+        (row.measured - outside_torch - tensor_bytes(moment)) / compute_allocated_and_freed(stage.phases)
         for stage in stages
         for moment in stage.phases
         if moment.phase != "initialisation"
@@ -40,9 +40,9 @@ def held_share(row: Scored) -> float:
 
 
 def chosen_share(rows: Iterable[Scored]) -> float:
-    """The share below which nine tenths of the ``rows`` lie, each source counting alike.
+    """Return the 90th percentile of the shares of ``rows``, with sources weighted equally.
 
-    So that one with many rows (nanotron) does not choose alone. 0 without rows.
+    So a source with many rows (nanotron) does not decide alone. 0 without rows.
     """
     by_source: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -67,19 +67,19 @@ def of_calibration(rows: Iterable[Scored]) -> list[Scored]:
 
 
 def gaps_report(rows: Sequence[Scored]) -> list[str]:
-    """The lines of docs/accuracy.md about the band's top."""
-    found = of_calibration(rows)
-    if len(found) < 4:
+    """Return the lines of docs/accuracy.md about the upper end of bands."""
+    calibration = of_calibration(rows)
+    if len(calibration) < 4:
         return []
-    sources = {read_source(row.mapped.row) for row in found}
+    sources = {read_source(row.mapped.row) for row in calibration}
     return [
         "",
-        f"The band's top was chosen by a rule (`tests/accuracy/memory_band.py`) from the {len(found)} rows "
-        f"of role `calibration` and kinds `reserved` and `nvidia-smi`, of {len(sources)} sources. Of all "
-        "that a step allocates and frees it is the share below which nine tenths of them lie with what they "
-        "held beyond tensors, contexts and communicators, each source counting alike, and what ran "
-        f"beside their plans described: {100 * chosen_share(found):.0f} % by the formulas of today; the "
-        f"product has {overheads.FRAGMENTATION_HIGH_PERCENT} %. `judge` rows had no part in it. While the "
-        "peak itself fits, the top is no more than the card has, for the allocator gives back what it holds "
-        "before it gives up.",
+        f"A rule (`tests/accuracy/memory_band.py`) sets the upper end of a band from the {len(calibration)} "
+        f"rows of role `calibration` and kinds `reserved` and `nvidia-smi`, from {len(sources)} sources. It "
+        "takes each row's memory beyond tensors, CUDA contexts and communicators, publisher's code included, "
+        "as a share of the bytes that a step allocates and frees. The 90th percentile of these shares, with "
+        f"sources weighted equally, is {100 * chosen_share(calibration):.0f} % with the current formulas; "
+        f"the product uses {overheads.FRAGMENTATION_HIGH_PERCENT} %. `judge` rows were not used. If the peak "
+        "fits, the upper end is at most the GPU's usable memory, because the allocator frees its cache "
+        "before it raises an out-of-memory error.",
     ]

@@ -1,4 +1,4 @@
-"""docs/accuracy.md: what was scored, how well, the worst first, and why."""
+"""The part of docs/accuracy.md about memory: errors by source, framework and component."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from statistics import correlation, median
 
 from tests.accuracy.ablation import ablation_report
 from tests.accuracy.error_reasons import find_reason
-from tests.accuracy.goals import alone_line, goals_report
+from tests.accuracy.goals import PRODUCT, WITH_CODE, goals_report, product_line
 from tests.accuracy.nvidia_smi_pairs import pairs_report
-from tests.accuracy.row_counts import counted_table
+from tests.accuracy.row_counts import ASSUMPTIONS, counted_table
 from tests.accuracy.rows import read_source
 from tests.accuracy.scoring import (
     MemoryScore,
     Scored,
     compute_percentile,
     format_gib,
-    is_described,
+    has_publisher_code,
     overall_line,
     predict_row,
     sort_absolute_errors,
@@ -24,24 +24,26 @@ from tests.accuracy.scoring import (
 
 from shardscope.memory.report import COMPONENTS
 
-_HOW = """Grade A rows of others' published runs, mapped to plans by what they say, and scored source by
-source and by what each figure counts; of nanotron's rows a fixed sample of 150. `allocated` and `active`
-figures are held against tensors alone, `reserved` ones against tensors and what the allocator loses,
-`nvidia-smi` ones against everything; `unknown` ones against tensors, with a band up to everything. Errors
-are predicted over measured less one; medians and p90 are of absolute errors, of the point also where there
-is a band. Megatron-Bridge's figures are taken as the decimal GB that its log prints, whatever its pages
-call them (`tests/accuracy/measurement_kinds.py`). FMS-acceleration's runs are there twice: what torch had
-allocated, and what nvidia-smi saw.
+_HOW = """Predictions are compared with published measurements of other projects (`tests/measured`, rows of
+quality A). Each row is mapped to a plan by the options that it states; of nanotron's rows a fixed sample of
+150 is used. The kind of measurement decides which predicted bytes are compared: `allocated` and `active`
+figures with the tensors, `reserved` ones with the tensors and the allocator's fragmentation, `nvidia-smi`
+ones with the whole prediction. `unknown` figures are compared with the tensors, and their band ends at the
+whole prediction. An error is predicted / measured - 1. Medians and p90 are of absolute errors of the point
+prediction, also where it has a band. Megatron-Bridge's figures are read as decimal GB, which its log prints,
+whatever its pages call them (`tests/accuracy/measurement_kinds.py`). FMS-acceleration's runs appear twice:
+with torch's allocated bytes and with nvidia-smi's.
 
-Constants may be fitted on rows of role `calibration`; `judge` rows are apart, and what was ever checked on
-some of them is said below ("What ran beside the plans"). nanotron is no framework of ours:
-`tests/accuracy/nanotron.py` has its first stage from its source, to which `calibration` rows added two
-choices (which stage takes a block at a tie, and how much a band allows to stay reserved). They made one
-more: which way Moonlight's optimizer goes."""
+Constants may be fitted on rows of role `calibration`. Rows of role `judge` are held out; "Publisher's code,
+piece by piece" names the exceptions. nanotron is not a framework of Shardscope:
+`tests/accuracy/nanotron.py` models its first stage from its source, and `calibration` rows decided two points
+that the source leaves open (which stage takes a block at a tie, and how much memory may stay reserved).
+`calibration` rows decided one more: whether Megatron-Bridge's Moonlight runs keep fp32 weights and gradients
+besides the fp8 ones. They do not."""
 
 
 def memory_report(score: MemoryScore, *sections: str) -> str:
-    """The whole report as Markdown; ``sections`` are those about rehearsals and our own runs."""
+    """Return the part as Markdown; ``sections`` are those about rehearsals and our own runs."""
     parts = [
         "# How accurate the predictions are",
         "Written by `make accuracy`; do not edit.",
@@ -57,7 +59,7 @@ def memory_report(score: MemoryScore, *sections: str) -> str:
         ablation_report(score.scored),
         _format_assumed(score),
         _format_unmapped(score),
-        alone_line(score),
+        product_line(score),
         overall_line(score),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -67,9 +69,10 @@ def _by_source(score: MemoryScore) -> str:
     lines = [
         "## By source and kind of memory",
         "",
-        "`by` says whose word it is: the product's alone, or with what ran beside it described.",
+        f"Predicted by: `{PRODUCT}` is `plan.memory()` alone; the other prediction adds the code that the "
+        "publisher ran. `bias` is the median signed error; `inside` is the share of rows in the band.",
         "",
-        "| source | kind | role | by | rows | median | p90 | bias | under | over | inside |",
+        "| source | kind | role | predicted by | rows | median | p90 | bias | under | over | inside |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, what), rows in score.groups.items():
@@ -80,13 +83,13 @@ def _by_source(score: MemoryScore) -> str:
 
 
 def _format_both_scores(rows: list[Scored]) -> list[str]:
-    """Format the cells of ``rows`` by the product alone and, where that differs, as described."""
+    """Format the cells of ``rows`` by the product and, where that differs, with the publisher's code."""
     if not rows:
         return []
-    found = [f"alone | {_format_figures([row.by_product for row in rows])} |"]
-    if any(row.is_described for row in rows):
-        found.append(f"described | {_format_figures(rows)} |")
-    return found
+    cells = [f"{PRODUCT} | {_format_figures([row.by_product for row in rows])} |"]
+    if any(row.has_publisher_code for row in rows):
+        cells.append(f"{WITH_CODE} | {_format_figures(rows)} |")
+    return cells
 
 
 def _format_figures(rows: list[Scored]) -> str:
@@ -109,7 +112,7 @@ def _by_framework(score: MemoryScore) -> str:
     lines = [
         "## By framework",
         "",
-        "| framework | method | by | rows | median | p90 | bias | under | over | inside |",
+        "| framework | method | predicted by | rows | median | p90 | bias | under | over | inside |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, rows in sorted(groups.items()):
@@ -118,13 +121,14 @@ def _by_framework(score: MemoryScore) -> str:
 
 
 def _by_component(score: MemoryScore) -> str:
-    """Nobody publishes components, so this says what each source's peaks are made of by our count."""
+    """Render the predicted components of each source's peaks; no source publishes measured ones."""
     names = [name for name in COMPONENTS if any(name in row.predicted.components for row in score.scored)]
     lines = [
         "## By component",
         "",
-        "Published peaks are single numbers: these are the shares of the predicted ones, and how the error "
-        "grows with each (rank correlation of its share with the signed error; beyond ±0.5 it points at it).",
+        "Published peaks are single numbers, so these are the median shares of the predicted peaks. In "
+        "parentheses: the rank correlation of a component's share with the signed error. Beyond ±0.5 the "
+        "component is a likely cause of the error.",
         "",
         "| source | kind | " + " | ".join(names) + " |",
         "|---|---" + "|---" * len(names) + "|",
@@ -150,11 +154,12 @@ def _format_correlation(first: list[float], second: list[float]) -> str:
 
 def _format_worst(score: MemoryScore) -> str:
     lines = [
-        "## The worst rows of each source",
+        "## Largest errors of each source",
         "",
-        "As described; `alone` is the error of `plan.memory()` and nothing else.",
+        f"Sizes are in GiB. Predictions include the publisher's code; `{PRODUCT}` is the error of "
+        "`plan.memory()` alone.",
         "",
-        "| row | what | measured | predicted | band | error | alone | largest components | why |",
+        f"| row | plan | measured | predicted | band | error | {PRODUCT} | largest components | reason |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for rows in sorted(score.groups.values(), key=lambda rows: -sort_absolute_errors(rows)[-1]):
@@ -180,37 +185,37 @@ def _describe_plan(row: Scored) -> str:
 
 
 def _format_largest(row: Scored) -> str:
-    found = sorted(row.predicted.components.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{name} {format_gib(value)}" for name, value in found if value)
+    largest = sorted(row.predicted.components.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{name} {format_gib(value)}" for name, value in largest if value)
 
 
 def _format_fits(score: MemoryScore) -> str:
-    wrong = [fit for fit in score.fits if fit.ran != fit.predicted or fit.ran != fit.alone]
+    wrong = [fit for fit in score.fits if fit.ran != fit.predicted or fit.ran != fit.product]
     if not wrong:
         return ""
     lines = [
-        "## Fits or not, wrong",
+        "## Wrong predictions of fit",
         "",
-        "| row | source | ran | by | predicted peak | usable |",
+        "| row | source | ran | predicted by | predicted peak, GiB | usable, GiB |",
         "|---|---|---|---|---|---|",
     ]
     for fit in wrong:
-        reports = {"alone": (fit.mapped.plan.memory(), fit.alone)}
-        if is_described(fit.mapped):
-            reports["described"] = (predict_row(fit.mapped)[0], fit.predicted)
+        predictions = {PRODUCT: (fit.mapped.plan.memory(), fit.product)}
+        if has_publisher_code(fit.mapped):
+            predictions[WITH_CODE] = (predict_row(fit.mapped)[0], fit.predicted)
         row, ran = fit.mapped.row, "yes" if fit.ran else "no"
         lines += [
             f"| {row.get('id')} | {read_source(row)} | {ran} | {by} | {format_gib(report.peak_bytes)} | "
             f"{format_gib(report.usable_bytes)} |"
-            for by, (report, said) in reports.items()
-            if said != fit.ran
+            for by, (report, fits) in predictions.items()
+            if fits != fit.ran
         ]
     return "\n".join(lines)
 
 
 def _format_assumed(score: MemoryScore) -> str:
-    pairs = ((read_source(one.mapped.row), words) for one in score.scored for words in one.mapped.assumed)
-    return counted_table("What rows leave open, and was assumed", "assumed", pairs)
+    pairs = ((read_source(one.mapped.row), text) for one in score.scored for text in one.mapped.assumed)
+    return counted_table(ASSUMPTIONS, "assumption", pairs)
 
 
 def _format_unmapped(score: MemoryScore) -> str:

@@ -115,13 +115,13 @@ def _by_shape(row: Row) -> tuple[ss.Architecture, list[str]]:
     name, stated = str(row.get("model")), read_number(row, "n_params")
     if _is_gpt(row) or _GPT_LIKE.search(name.lower()):
         if not _is_gpt(row):
-            assumed.append("modules like GPT-2's")
+            assumed.append("modules as in GPT-2")
         shape = Shape(layers, hidden, heads, heads, ffn or 4 * hidden, vocab)
         made = make_gpt(name, shape, read_number(row, "seq_len") or 2048)
         _check_size(made, stated)
         if re.search(r"\bmpt\b", name.lower()):
             # llm-foundry's MPT has torch.nn.GELU, one kernel, where transformers' GPT-2 writes it out.
-            made, assumed[-1] = replace(made, model_type="starcoder2"), "modules like StarCoder2's"
+            made, assumed[-1] = replace(made, model_type="starcoder2"), "modules as in StarCoder2"
         return made, assumed
     kv_heads = read_number(row, "kv_heads") or heads
     if ffn is None and stated and read_number(row, "vocab"):

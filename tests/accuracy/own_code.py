@@ -1,6 +1,6 @@
 """Modelled code of publishers: kernels and hooks that ran but are not part of a plan, by phase.
 
-Each is described from the source of what ran, and changes only the moments at which it is there.
+Each piece is modelled from its source code, and changes only the phases in which it takes memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OwnCode = Literal[
     "zero2_over_gptq",
 ]
 _LATE = 0.9
-"""Moments of backward past this place in the step are those of the stage's first layers."""
+"""Phases of backward after this fraction of the step belong to the stage's first layers."""
 _Change = Callable[[Plan, tuple[PhaseMemory, ...]], tuple[PhaseMemory, ...]]
 
 
@@ -98,7 +98,7 @@ def add_own_code(plan: Plan, report: MemoryReport, own: tuple[OwnCode, ...]) -> 
 def with_communication(
     plan: Plan, stages: Iterable[StageMemory]
 ) -> list[tuple[tuple[PhaseMemory, ...], Band]]:
-    """Each stage's moments and its communicators' buffers, as the product's band takes them."""
+    """Return each stage's phases and communication buffers, from which the product computes its band."""
     model, vendor = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu.vendor
     shapes = model.find_shapes(plan)
     states = [model.compute_training_state(plan, model.count_weights(plan, shape)) for shape in shapes.kinds]
@@ -116,10 +116,10 @@ def _add_own_code_to_stage(plan: Plan, stage: StageMemory, own: tuple[OwnCode, .
 
 
 def _no_buckets(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
-    """One GPU without DDP: between a step and the next backward there are no gradients.
+    """One GPU without DDP: no gradients between an optimizer step and the next backward.
 
-    DDP's buckets are there all along; the Trainer's ``model.zero_grad()`` leaves none (``set_to_none``). The
-    head's gradient comes first, and is there while the last layers are played backward.
+    DDP's buckets stay allocated; the Trainer's ``model.zero_grad()`` frees gradients (``set_to_none``). The
+    head's gradient comes first, and is alive during the backward of the last layers.
     """
     arch = plan.architecture
     head = arch.vocab_size * arch.hidden_size * widths[plan.recipe.precision].compute
@@ -152,7 +152,7 @@ def _unsloth_loss(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMe
 
 
 def _rotary_caches(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
-    """Layers of Mistral and Mixtral in transformers of early 2024: angles of all 32,768 positions in each.
+    """Mistral and Mixtral in transformers of early 2024: rotary caches of 32,768 positions in each layer.
 
     modeling_mistral.py, ``_set_cos_sin_cache(seq_len=max_position_embeddings)``, once a layer: buffers, which
     no framework shards.
@@ -165,7 +165,7 @@ def _rotary_caches(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseM
 
 
 def _fsdp1_hooks(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
-    """FSDP1 over frozen weights, recomputed by reentrant checkpoints (the Trainer's default then).
+    """FSDP1 with frozen weights and reentrant checkpoints, which were the Trainer's default.
 
     To reshard frozen weights FSDP1 hooks their layer's inputs (torch/distributed/fsdp/_runtime_utils.py,
     ``_register_post_backward_reshard_only_hook``) and keeps the hook until backward ends. It holds the
@@ -183,7 +183,7 @@ def _fsdp1_hooks(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMem
 
 
 def _bf16_optimizer(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
-    """DeepSpeed's BF16_Optimizer under its pipeline: whole fp32 gradients, and the half-precision ones too.
+    """DeepSpeed's BF16_Optimizer in its pipeline: unsharded gradients in fp32 and in half precision.
 
     deepspeed/runtime/bf16_optimizer.py (``fp32_groups_gradients_flat``), and pipe/engine.py, which adds each
     micro-batch's with ``clear_lp_grads=False``: 2 + 4 bytes where Megatron-core's own buffer has 4.
@@ -192,7 +192,7 @@ def _bf16_optimizer(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[Phase
 
 
 def _torchtitan_policy(plan: Plan, moments: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
-    """torchtitan's selective checkpoint per operation: attention's output and every second matrix product.
+    """torchtitan's per-operator selective checkpointing: saves attention's output and every second matmul.
 
     parallelize_llama.py (``_save_list``, ``_get_custom_policy``): of a layer's seven products those of the
     query, the value, the gate and the MLP's output, with what fused attention returns; the rest is played
@@ -219,7 +219,7 @@ def _scale_component(moment: PhaseMemory, name: Component, times: int, over: int
 
 
 def describe(name: OwnCode) -> str:
-    """One line about a piece of own code."""
+    """Return the first line of the docstring of a piece."""
     return str(_CHANGES[name].__doc__).strip().splitlines()[0]
 
 

@@ -1,4 +1,4 @@
-"""The section of the report about our own runs: what ranks held, and how far the prediction was off."""
+"""The section of docs/accuracy.md about our own runs: measured memory and errors of the prediction."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ MIB = 2**20
 
 
 def own_report(score: MemoryScore) -> str:
-    """Errors by framework and method, the worst runs, and what had no plan; empty where nothing was run."""
+    """Return errors by framework and method, the worst runs and those without a plan; empty without rows."""
     if not score.scored and not score.unmapped:
         return ""
     lines = [
         "## Against our own runs",
         "",
-        "Real ranks, real steps: `python -m tests.accuracy.own_runs` draws plans by a seed, launches them as",
-        "the Studio's button does, and writes what the runs counted into `tests/measured/own.jsonl`. On CPU",
-        "ranks models are tiny twins of the catalogue's: families, recipes and framework code as they are,",
-        "and sizes not. They prove which tensors are alive at the peak, not what a GPU's kernels take.",
+        "`python -m tests.accuracy.own_runs` samples plans by a seed, launches them as the Studio does, and",
+        "appends the memory that the runs measured to `tests/measured/own.jsonl`. CPU ranks train tiny",
+        "models of the catalog's families with unchanged recipes and framework code: they show which tensors",
+        "are alive at the peak, not the memory of a GPU's kernels. A run on a GPU has up to three rows:",
+        "allocated, reserved and nvidia-smi's bytes.",
         "",
         "| framework | method | runs | median | within 0.3 % | within 1 % | worst |",
         "|---|---|---|---|---|---|---|",
@@ -35,9 +36,9 @@ def own_report(score: MemoryScore) -> str:
     ]
     lines += [
         "",
-        "The worst of them:",
+        "The largest errors:",
         "",
-        "| run | what | measured | predicted | error |",
+        "| run | plan | measured | predicted | error |",
         "|---|---|---|---|---|",
     ]
     for row in sorted(score.scored, key=lambda row: -abs(row.error))[:WORST]:

@@ -1,4 +1,4 @@
-"""Modelled code of QwenLM/Qwen's scripts: no DDP, DeepSpeed under Q-LoRA, AutoGPTQ.
+"""Modelled code of QwenLM/Qwen's scripts: no DDP, QLoRA under DeepSpeed, AutoGPTQ.
 
 finetune.py and finetune/finetune_{lora,qlora}_single_gpu.sh of QwenLM/Qwen, whose README has the figures (of
 1.8B and 72B since 2023-11-30, when peft was at 0.6.2 and AutoGPTQ at 0.5.1).
@@ -20,9 +20,9 @@ BUCKET = 200_000_000
 
 
 def no_ddp(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemory, ...]:
-    """One GPU without DDP: gradients have no buckets beside them.
+    """One GPU without DDP: gradients without buckets.
 
-    Of several micro-batches a step they stay from the first backward to the step.
+    With several micro-batches per step they stay from the first backward to the optimizer step.
     """
     trained = FP32 * _count_adapter_parameters(plan)
     return tuple(
@@ -32,7 +32,7 @@ def no_ddp(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemory, ...
 
 
 def zero2_over_gptq(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemory, ...]:
-    """Q-LoRA under DeepSpeed's ZeRO-2 in fp16, even on one GPU, over AutoGPTQ's Linears in plain operations.
+    """QLoRA under DeepSpeed's ZeRO-2 in fp16, even on one GPU, with AutoGPTQ's unfused Linears.
 
     finetune_qlora_single_gpu.sh (``--fp16 --deepspeed ds_config_zero2.json``), which the product refuses: its
     own plan of ZeRO-2 over an unquantised base, whose Linears shrink to the plan's 4 bits. AutoGPTQ's

@@ -88,15 +88,15 @@ def read_recipe(
         fields.get("recompute") == "selective" and fields["precision"] != "fp8-mixed"
     ):
         fields["kernels"] = None
-        assumed.append("compiled: not said, for the plan's selective recomputation is of uncompiled modules")
+        assumed.append("compilation left out: the plan's selective recomputation is of uncompiled modules")
     if "foak" in join_fields(row, "table") and "liger" in join_fields(row, "table"):
         # FMS-acceleration takes Liger's loss only; norms and rotations are kernels of its own.
         fields["loss"] = "fused"
     if is_four_bit(row) and re.search(r"mixtral|moe|a3b", join_fields(row, "model")):
         # transformers 4 had a Linear for each expert, which bitsandbytes quantises; 5 has bare parameters.
-        raise UnmappedError("experts in 4 bits, which transformers' modules no longer allow")
+        raise UnmappedError("4-bit experts, which transformers' modules no longer support")
     if "gptq" in join_fields(row, "qlora"):
-        assumed.append("GPTQ's 4 bits counted as NF4's")
+        assumed.append("GPTQ's 4-bit weights predicted as NF4")
     return ss.Recipe(**fields), assumed
 
 

@@ -51,7 +51,7 @@ def call_or_raise_unmapped(make: Callable[[Row], Mapped], row: Row) -> Mapped:
     except UnmappedError:
         raise
     except ValueError as error:
-        raise UnmappedError(f"refused: {_shorten_error(error)}") from None
+        raise UnmappedError(f"raises ValueError: {_shorten_error(error)}") from None
     except Exception as error:
         # A defect of ours or a row of another form: counted by name, so that others are scored all the same.
         raise UnmappedError(f"failed: {type(error).__name__}: {str(error)[:80]}") from error
@@ -80,7 +80,7 @@ def _map_checked_row(row: Row) -> Mapped:
 def stored_type(what: ss.Recipe, spread: ss.Layout) -> tuple[ss.Recipe, list[str]]:
     """A packed base that FSDP shards is stored as numbers of the type that it computes in: here bf16."""
     if what.method == "qlora" and spread.framework == "fsdp2" and what.precision == "fp16-mixed":
-        return replace(what, precision="bf16-mixed"), ["fp16 counted as bf16, which has as many bytes"]
+        return replace(what, precision="bf16-mixed"), ["fp16 predicted as bf16, which has the same sizes"]
     return what, []
 
 
@@ -102,7 +102,7 @@ def _plan(
                 (detail for detail in details if f"Recipe.{detail[0]} is" in str(error)), ("", None)
             )
             if not field or getattr(what, field) == default:
-                raise UnmappedError(f"refused: {_shorten_error(error)}") from None
+                raise UnmappedError(f"raises ValueError: {_shorten_error(error)}") from None
             left_out.append(f"without {field}={getattr(what, field)!r}, for which there is no formula")
             what = replace(what, **{field: default})
         else:

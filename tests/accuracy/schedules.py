@@ -16,8 +16,8 @@ from shardscope.timing.report import StepReport
 _ZERO_BUBBLE: tuple[tuple[str, Schedule, tuple[str, ...]], ...] = (
     (r"\bzb-?h1\b", "zb-h1", ()),
     (r"\bzb-?h2\b", "zb-h2", ()),
-    (r"\bzb-?1p\b", "zb-h1", ("schedule ZB-1p, searched for with ZB-H1's memory: counted as ZB-H1",)),
-    (r"\bzb-?2p\b", "zb-h2", ("schedule ZB-2p, searched for with ZB-H2's memory: counted as ZB-H2",)),
+    (r"\bzb-?1p\b", "zb-h1", ("schedule ZB-1p, found by a search with ZB-H1's memory: predicted as ZB-H1",)),
+    (r"\bzb-?2p\b", "zb-h2", ("schedule ZB-2p, found by a search with ZB-H2's memory: predicted as ZB-H2",)),
 )
 """Qi et al. 2023 (arXiv:2401.10241), sections 2 and 4: p and 2 p micro-batches' activations at most."""
 

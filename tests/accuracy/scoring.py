@@ -1,4 +1,4 @@
-"""Errors of one kind of prediction, source by source."""
+"""Errors of predicted memory by source and kind of measurement."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardscope.memory.report import MemoryReport
 
 
 class Scored(NamedTuple):
-    """One row with a measured peak, and what was predicted for it."""
+    """One row with a measured peak and its two predictions."""
 
     mapped: Mapped
     measured: float
     predicted: Compared
-    """With what ran beside the plan described from its published code (``own_code``, ``nanotron``)."""
-    alone: Compared
-    """By ``plan.memory()`` and nothing else: the product."""
+    """With the publisher's code modelled (``own_code``, ``nanotron``)."""
+    product: Compared
+    """By ``plan.memory()`` alone."""
 
     @property
     def error(self) -> float:
@@ -33,14 +33,14 @@ class Scored(NamedTuple):
         return self.predicted.point / self.measured - 1
 
     @property
-    def is_described(self) -> bool:
-        """Whether something ran beside the plan, so that :attr:`predicted` is not the product's word."""
-        return is_described(self.mapped)
+    def has_publisher_code(self) -> bool:
+        """Return whether :attr:`predicted` includes modelled code that no plan expresses."""
+        return has_publisher_code(self.mapped)
 
     @property
     def by_product(self) -> Scored:
-        """The same row as ``plan.memory()`` alone has it."""
-        return self._replace(predicted=self.alone)
+        """Return the row with the prediction of ``plan.memory()`` alone."""
+        return self._replace(predicted=self.product)
 
     @property
     def inside(self) -> bool:
@@ -49,20 +49,20 @@ class Scored(NamedTuple):
 
     @property
     def group(self) -> tuple[str, str]:
-        """Source and kind of memory: what is scored apart."""
+        """Return source and kind of measurement: each pair is scored separately."""
         return read_source(self.mapped.row), find_kind(self.mapped.row)
 
 
 class Fit(NamedTuple):
-    """One row that says whether it ran or ran out of memory."""
+    """One row that states whether it ran or ran out of memory."""
 
     mapped: Mapped
     ran: bool
     predicted: bool
-    alone: bool
-    """By ``plan.memory()`` and nothing else."""
+    product: bool
+    """Whether it fits by ``plan.memory()`` alone."""
     warned: bool = False
-    """Whether ``plan.memory()`` says that it does not fit, or that it is tight."""
+    """Whether it does not fit, or is tight, by ``plan.memory()``."""
 
 
 class MemoryScore(NamedTuple):
@@ -71,72 +71,72 @@ class MemoryScore(NamedTuple):
     scored: tuple[Scored, ...]
     fits: tuple[Fit, ...]
     unmapped: tuple[tuple[Row, str], ...]
-    """Rows that say something about memory and have no plan, with the reason."""
+    """Rows with a statement about memory that map to no plan, with the reason."""
     num_rows: int
-    """Rows that say something about memory: scored, fits-or-not only, and unmapped."""
+    """All rows with a statement about memory: scored, only fit or out of memory, and unmapped."""
 
     @property
     def groups(self) -> dict[tuple[str, str], list[Scored]]:
-        """Scored rows by source and kind."""
-        found: dict[tuple[str, str], list[Scored]] = defaultdict(list)
+        """Return the scored rows by source and kind."""
+        groups: dict[tuple[str, str], list[Scored]] = defaultdict(list)
         for row in self.scored:
-            found[row.group].append(row)
-        return dict(sorted(found.items()))
+            groups[row.group].append(row)
+        return dict(sorted(groups.items()))
 
     @property
     def by_product(self) -> MemoryScore:
-        """The same rows as ``plan.memory()`` alone has them."""
+        """Return the rows with the predictions of ``plan.memory()`` alone."""
         return self._replace(
             scored=tuple(row.by_product for row in self.scored),
-            fits=tuple(fit._replace(predicted=fit.alone) for fit in self.fits),
+            fits=tuple(fit._replace(predicted=fit.product) for fit in self.fits),
         )
 
     @property
     def reasons(self) -> Counter[str]:
-        """Reason -> unmapped rows."""
+        """Count the unmapped rows by reason."""
         return Counter(reason for _, reason in self.unmapped)
 
 
 def score_memory(rows: Iterable[Row]) -> MemoryScore:
-    """Scores every row of grade A that says something about memory."""
+    """Score every row of quality A with a statement about memory."""
     chosen = sample_rows(row for row in rows if is_scored(row) and says_memory(row))
     scored: list[Scored] = []
     fits: list[Fit] = []
     unmapped: list[tuple[Row, str]] = []
     for row in chosen:
         try:
-            found = map_row(row)
+            mapped = map_row(row)
         except UnmappedError as reason:
             unmapped.append((row, str(reason)))
             continue
-        product = found.plan.memory()
-        report, held_back = predict_row(found)
+        product = mapped.plan.memory()
+        report, held_back = predict_row(mapped)
         # A row that ran out of memory may print the peak it had before: not the one it needed.
         if has_peak(row) and read_status(row) != "oom":
             with_code = predict_measured_kind(row, report, held_back)
-            scored.append(Scored(found, measured_bytes(row), with_code, predict_measured_kind(row, product)))
-        # A run that is measured twice ran once.
+            scored.append(Scored(mapped, measured_bytes(row), with_code, predict_measured_kind(row, product)))
+        # A run with two measurements counts once.
         if read_status(row) is not None and not row.get("same_run"):
             warned = product.is_tight or not product.fits
-            fits.append(Fit(found, read_status(row) == "ok", report.fits, product.fits, warned))
+            fits.append(Fit(mapped, read_status(row) == "ok", report.fits, product.fits, warned))
     return MemoryScore(tuple(scored), tuple(fits), tuple(unmapped), len(chosen))
 
 
-def predict_row(found: Mapped) -> tuple[MemoryReport, int]:
-    """Predict the row's memory by its framework's own model, and the bytes that it may keep reserved."""
-    if found.framework == "nanotron":
-        return nanotron.predict_memory(found.plan), nanotron.held_back_bytes(found.plan)
-    product = found.plan.memory()
+def predict_row(mapped: Mapped) -> tuple[MemoryReport, int]:
+    """Predict the row's memory with the publisher's code, and the bytes that may stay reserved."""
+    if mapped.framework == "nanotron":
+        return nanotron.predict_memory(mapped.plan), nanotron.held_back_bytes(mapped.plan)
+    product = mapped.plan.memory()
     try:
-        return add_own_code(found.plan, product, found.own_code), 0
+        return add_own_code(mapped.plan, product, mapped.own_code), 0
     except ValueError:
-        # What was described is code of known runs; a row of other sizes may have no such plan.
+        # The pieces model known runs; a row of other sizes may have no such plan.
         return product, 0
 
 
-def is_described(found: Mapped) -> bool:
-    """Return whether code beside ``plan.memory()`` answers for the row."""
-    return found.framework == "nanotron" or bool(found.own_code)
+def has_publisher_code(mapped: Mapped) -> bool:
+    """Return whether code that no plan expresses is modelled for the row."""
+    return mapped.framework == "nanotron" or bool(mapped.own_code)
 
 
 def sort_absolute_errors(rows: Sequence[Scored]) -> list[float]:
@@ -161,18 +161,18 @@ def summarize_groups(groups: dict[tuple[str, str], list[Scored]]) -> tuple[float
 
 
 def overall_line(score: MemoryScore) -> str:
-    """The one line that ends the report of a kind."""
+    """Return the last line of the part about memory."""
     groups = score.groups
     summaries = summarize_groups(groups)
     sources = len({name for name, _ in groups})
-    words = (
+    errors = (
         "no row scored"
         if summaries is None
         else (f"median of source medians {100 * summaries[0]:.1f} %, p90 {100 * summaries[1]:.1f} %")
     )
-    return f"overall memory: {sources} sources, {len(score.scored)} of {score.num_rows} rows, {words}"
+    return f"overall memory: {sources} sources, {len(score.scored)} of {score.num_rows} rows, {errors}"
 
 
 def format_gib(num_bytes: float) -> str:
-    """``num_bytes`` in GiB with two decimals."""
+    """Format ``num_bytes`` in GiB with two decimals."""
     return f"{num_bytes / GIB:.2f}"

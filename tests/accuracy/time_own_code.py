@@ -1,4 +1,4 @@
-"""Seconds of what ran beside the modules that a plan names, by its published code; nothing is fitted."""
+"""Step time of publishers' own code, which no plan expresses, modelled from its source; nothing is fitted."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _FLEX = re.compile(r"qwen3[-_ ]?30b|deepseek[-_ ]?v3")
 scripts/performance/configs: qwen3_workload_base_configs.py, deepseek_workload_base_configs.py)."""
 
 
-def beside_seconds(mapped: Mapped, report: StepReport) -> float:
-    """Seconds that the row's own code adds to a step of its plan, or saves (below zero)."""
+def compute_own_code_seconds(mapped: Mapped, report: StepReport) -> float:
+    """Compute the seconds that the publisher's code adds to a step of its plan; negative if it saves time."""
     if "zero2_over_gptq" in mapped.own_code:
         return _compute_unpacking_seconds(mapped)
     if sends_once_to_a_node(mapped):
@@ -46,7 +46,7 @@ def _compute_unpacking_seconds(mapped: Mapped) -> float:
 
 
 def sends_once_to_a_node(mapped: Mapped) -> bool:
-    """Whether a token crosses once to each node that has experts of its own, not once for each of them."""
+    """Return whether a token is sent once to each node with its experts, instead of once per expert."""
     text = join_fields(mapped.row, "source", "model")
     return "megatron-bridge" in text and bool(_FLEX.search(join_fields(mapped.row, "model")))
 

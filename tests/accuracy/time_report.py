@@ -1,4 +1,4 @@
-"""The part of docs/accuracy.md about step times: what was scored, how well, the worst first."""
+"""The part of docs/accuracy.md about step times: errors by source, framework and GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from tests.accuracy.launch_bound import launch_bound_report
-from tests.accuracy.row_counts import counted_table
+from tests.accuracy.row_counts import ASSUMPTIONS, counted_table
 from tests.accuracy.rows import read_source
 from tests.accuracy.scoring import compute_percentile
 from tests.accuracy.time_scoring import (
@@ -20,45 +20,46 @@ from tests.accuracy.time_scoring import (
     sort_absolute_errors,
     summarize_groups,
 )
-from tests.accuracy.uncalibrated_stacks import apart_lines, described_line, select_calibrated
+from tests.accuracy.uncalibrated_stacks import own_code_line, select_calibrated, uncalibrated_lines
 
 from shardscope.timing.report import PARTS
 
 HEADING = "# How accurate the predicted step times are"
 _HOW = """\
-Grade A rows of others' published runs that say how fast they were, mapped to plans by what they say, each
-predicted by `plan.step()`; of nanotron's rows a fixed sample of 150. A zero-bubble schedule, which no engine
-of ours runs, counts by the bubble that `plan.step().explain("bubble")` tells of it. What ran beside and no
-plan of ours says is added from its published code (`tests/accuracy/time_own_code.py`, nothing fitted):
-AutoGPTQ's unpacking in Qwen's 4-bit rows, and in Megatron-Bridge's recipes that take DeepEP or HybridEP
-tokens that cross to a node once. The tables by source and below have both; the last line has neither, for it
-is the product's, and the line above it says what both change. What is compared is the time of one step, from
-tokens a second of one GPU where a row has them, never MFU or TFLOP/s, which every source counts in its own
-way. Errors are predicted over measured seconds, less one; medians and p90 are of absolute errors. NVIDIA's
-tables repeat configurations from release to release, whose figures differ by up to two thirds: such a
-configuration counts once, by the median of its figures.
+Predictions of `plan.step()` are compared with published measurements of other projects (`tests/measured`,
+rows of quality A with a speed). Each row is mapped to a plan by the options that it states; of nanotron's
+rows a fixed sample of 150 is used. For a zero-bubble schedule, which no engine of Shardscope runs, the bubble
+is the one of `plan.step().explain("bubble")`. Two pieces of publisher's code that no plan can express are
+modelled from their source (`tests/accuracy/time_own_code.py`, nothing fitted): AutoGPTQ's dequantization in
+Qwen's 4-bit rows, and the dispatch of Megatron-Bridge's recipes with DeepEP or HybridEP, which sends a token
+to each node once. The tables by source and all tables below them include both; the last line is the product
+without them, and the line above it has them. The step times are compared, computed from tokens/s per GPU
+where a row has them, never MFU or TFLOP/s, which every source defines differently. An error is predicted /
+measured - 1; medians and p90 are of absolute errors. NVIDIA's tables repeat configurations from release to
+release, with figures that differ by up to two thirds: such a configuration counts once, with the median of
+its figures.
 
-Constants (`catalog/efficiency.toml`) were fitted by `python -m tests.accuracy.fitting` on rows of role
-`calibration` alone, by GPU generation and never by model or source; `judge` rows are apart. Published figures
-of the same configuration differ among themselves by a median of 6 % (p90 30 %): no model can do better.
-Two facts of a stack changed after most rows were published, and are taken as they were: before torch 2.11,
-`scaled_dot_product_attention` ran FlashAttention's kernels on Hopper too, and before transformers 5
+Constants (`catalog/efficiency.toml`) were fitted with `python -m tests.accuracy.fitting` on rows of role
+`calibration` only, by GPU generation, never by model or source; `judge` rows are held out. Published figures
+of the same configuration differ from each other by a median of 6 % (p90 30 %): no model can do better. Two
+software defaults changed after most rows were published, and the older ones are assumed: before torch 2.11,
+`scaled_dot_product_attention` used FlashAttention's kernels on Hopper too, and before transformers 5
 checkpoints of whole layers were reentrant. NeMo Automodel's rows are newer.
 
-nanotron is none of our frameworks: its rows are planned as Megatron-core's with nanotron's own stages,
-nothing was fitted on them, and they are apart from goals and last line, as are GPUs of generations without
-constants of their own. Its runs hang on what no plan says: Python between small kernels (4.5 ms a layer and
-micro-batch at tp > 1, whatever its size), reductions parameter by parameter, messages about messages between
-stages, and a network that gives rings over nodes a fifth of its cards; some took ten times as long as their
-like."""
+nanotron is not a framework of Shardscope. Its rows are planned as Megatron-core with nanotron's own stages;
+nothing was fitted on them, and the goals and the last line leave them out, as they do GPU generations without
+constants of their own. Its step times depend on effects that no plan expresses: Python between small kernels
+(4.5 ms per layer and micro-batch at tp > 1, independent of its size), gradient reductions per parameter,
+metadata messages before each transfer between stages, and a network on which rings across nodes reach a fifth
+of the network cards' bandwidth. Some runs took ten times as long as similar ones."""
 _SWEEP = 5
-"""Layouts from which on a source sweeps them."""
+"""Number of layouts from which a source counts as a sweep of layouts."""
 _GOALS = (0.08, 0.25, 0.9)
 """Median of source medians, p90, rank correlation in every source that sweeps layouts."""
 
 
 def time_report(score: TimeScore) -> str:
-    """The whole part as Markdown."""
+    """Return the part as Markdown."""
     parts = [
         HEADING,
         "Written by `make accuracy`; do not edit.",
@@ -67,17 +68,15 @@ def time_report(score: TimeScore) -> str:
         _by_source(score),
         _format_groups("## By framework", "framework", score, lambda one: one.mapped.framework),
         _format_groups("## By GPU", "GPU", score, lambda one: one.mapped.plan.cluster.gpu.name),
-        _format_groups(
-            "## By what is trained, and in which precision", "method, precision", score, _describe_method
-        ),
-        _format_groups("## By degrees above one", "degrees", score, _describe_degrees),
+        _format_groups("## By training method and precision", "method, precision", score, _describe_method),
+        _format_groups("## By parallel degrees", "degrees above one", score, _describe_degrees),
         _by_part(score),
         _format_worst(score),
         _format_assumed(score),
         _format_unmapped(score),
         launch_bound_report(),
-        apart_lines(score),
-        described_line(score),
+        uncalibrated_lines(score),
+        own_code_line(score),
         overall_line(select_calibrated(score).by_product),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -95,8 +94,8 @@ def _format_goals(score: TimeScore) -> str:
         ("judge", known.only("judge").by_product),
         ("calibration", known.only("calibration").by_product),
         ("both", known.by_product),
-        ("judge, with what ran beside it described", known.only("judge")),
-        ("both, with what ran beside it described", known),
+        ("judge, with publisher's code", known.only("judge")),
+        ("both, with publisher's code", known),
     ):
         summaries = summarize_groups(some.by_source)
         if summaries is None:
@@ -124,12 +123,14 @@ def _by_source(score: TimeScore) -> str:
     lines = [
         "## By source",
         "",
-        "Ranks are Spearman's correlation of predicted with measured tokens a second of one GPU: over all of "
-        "a source's configurations (goal 0.9 where it sweeps layouts), and within those of one model on one "
-        "kind and number of GPUs with one sequence length, which differ in layout and batch alone (mean over "
-        "such groups of five or more, weighted by size).",
+        "`bias` is the median signed error; `slower` and `faster` count predictions above and below the "
+        "measured time. Rank correlations are Spearman's, of predicted and measured tokens/s per GPU: over "
+        "all configurations of a source (goal 0.9 where it sweeps layouts), and within groups that differ in "
+        "layout and batch only (one model, kind and number of GPUs, sequence length, precision and method; "
+        "the mean over groups of five or more, weighted by size).",
         "",
-        "| source | role | configurations | median | p90 | bias | slower | faster | ranks | of layouts |",
+        "| source | role | configurations | median | p90 | bias | slower | faster | rank correlation | "
+        "within groups |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, rows in score.by_source.items():
@@ -155,14 +156,14 @@ def _format_figures(rows: Sequence[TimeScored]) -> str:
     )
 
 
-def _format_groups(heading: str, what: str, score: TimeScore, name: Callable[[TimeScored], str]) -> str:
+def _format_groups(heading: str, column: str, score: TimeScore, name: Callable[[TimeScored], str]) -> str:
     groups: dict[str, list[TimeScored]] = defaultdict(list)
     for one in score.scored:
         groups[name(one)].append(one)
     lines = [
         heading,
         "",
-        f"| {what} | configurations | median | p90 | bias | slower | faster |",
+        f"| {column} | configurations | median | p90 | bias | slower | faster |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [f"| {key} | {_format_figures(rows)} |" for key, rows in sorted(groups.items())]
@@ -178,18 +179,18 @@ def _describe_degrees(one: TimeScored) -> str:
     degrees = one.mapped.plan.degrees
     named = [name for name in ("tp", "pp", "cp", "ep") if getattr(degrees, name) > 1]
     if one.mapped.plan.cluster.num_nodes > 1 and degrees.data_parallel > 1:
-        named.insert(0, "data over nodes")
-    return ", ".join(named) or "none, or data in a node"
+        named.insert(0, "dp across nodes")
+    return ", ".join(named) or "none, or dp inside a node"
 
 
 def _by_part(score: TimeScore) -> str:
-    """Render the predicted parts of steps, and whether the error grows with each."""
+    """Render the predicted parts of steps, and the correlation of each with the error."""
     names = [name for name in PARTS if any(one.report.parts[name] > 0 for one in score.scored)]
     lines = [
-        "## By part",
+        "## By part of the step",
         "",
-        "Median shares of the predicted steps, and how the error grows with each (rank correlation of its "
-        "share with the signed error; beyond ±0.5 it points at it).",
+        "Median shares of the predicted steps. In parentheses: the rank correlation of a part's share with "
+        "the signed error. Beyond ±0.5 the part is a likely cause of the error.",
         "",
         "| source | " + " | ".join(name.replace("_", " ") for name in names) + " |",
         "|---" + "|---" * len(names) + "|",
@@ -206,9 +207,9 @@ def _by_part(score: TimeScore) -> str:
 
 def _format_worst(score: TimeScore) -> str:
     lines = [
-        "## The worst configurations of each source",
+        "## Largest errors of each source",
         "",
-        "| row | what | measured | predicted | error | largest parts |",
+        "| row | plan | measured | predicted | error | largest parts |",
         "|---|---|---|---|---|---|",
     ]
     for rows in sorted(score.by_source.values(), key=lambda rows: -sort_absolute_errors(rows)[-1]):
@@ -231,15 +232,17 @@ def _describe_plan(row: TimeScored) -> str:
 
 
 def _format_largest(row: TimeScored) -> str:
-    found = sorted(row.report.parts.items(), key=lambda item: -item[1])[:4]
+    largest = sorted(row.report.parts.items(), key=lambda item: -item[1])[:4]
     return ", ".join(
-        f"{name.replace('_', ' ')} {100 * value / row.report.seconds:.0f} %" for name, value in found if value
+        f"{name.replace('_', ' ')} {100 * value / row.report.seconds:.0f} %"
+        for name, value in largest
+        if value
     )
 
 
 def _format_assumed(score: TimeScore) -> str:
-    pairs = ((one.source, words) for one in score.scored for words in one.mapped.assumed)
-    return counted_table("What rows leave open, and was assumed", "assumed", pairs)
+    pairs = ((one.source, text) for one in score.scored for text in one.mapped.assumed)
+    return counted_table(ASSUMPTIONS, "assumption", pairs)
 
 
 def _format_unmapped(score: TimeScore) -> str:

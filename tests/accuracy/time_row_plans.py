@@ -185,7 +185,7 @@ def _plan(
             text = str(error)
             changed = _find_relative(arch, what, spread, text)
             if changed is None:
-                raise UnmappedError(f"refused: {text.split('; allowed')[0][:90]}") from None
+                raise UnmappedError(f"raises ValueError: {text.split('; allowed')[0][:90]}") from None
             arch, what, words = changed
             left_out.append(words)
         else:
@@ -201,7 +201,11 @@ def _find_relative(
             words = f"without {field}={getattr(what, field)!r}, for which there is no formula"
             return arch, replace(what, **{field: 0.0}), words
     if what.kernels == "compiled" and "kernels='compiled'" in refusal:
-        return arch, replace(what, kernels="liger"), "compiled kernels counted as Liger's, which fuse as much"
+        return (
+            arch,
+            replace(what, kernels="liger"),
+            "compiled kernels predicted as Liger's, which fuse as much",
+        )
     if arch.model_type == "gpt_oss" and "Architecture.model_type" in refusal:
         relative = replace(arch, model_type="qwen3_moe", attention_bias=False, attention_output_bias=False)
         return replace(relative, mlp_bias=False), what, "without GPT-OSS's biases and sinks"
@@ -210,6 +214,6 @@ def _find_relative(
     if uneven and spread.framework == "megatron" and pp > 1:
         for more in range(1, pp * vpp):
             if any((arch.num_hidden_layers + more + ends) % (pp * vpp) == 0 for ends in (0, 1, 2)):
-                words = f"{more} layers more, for all stages take as long as the fullest"
+                words = f"{more} more layers, because every stage takes as long as the largest"
                 return replace(arch, num_hidden_layers=arch.num_hidden_layers + more), what, words
     return None

@@ -1,4 +1,4 @@
-"""Errors of predicted step times, source by source."""
+"""Errors of predicted step times by source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.accuracy.row_plans import Mapped
 from tests.accuracy.rows import Row, read_source
 from tests.accuracy.schedules import apply_schedule
 from tests.accuracy.scoring import compute_percentile
-from tests.accuracy.time_own_code import beside_seconds
+from tests.accuracy.time_own_code import compute_own_code_seconds
 from tests.accuracy.time_row_plans import map_timed_row
 from tests.accuracy.time_rows import list_configurations, step_seconds, tokens_rate
 from tests.accuracy.unmapped_rows import UnmappedError
@@ -21,7 +21,7 @@ from shardscope.timing.report import StepReport
 
 
 class TimeScored(NamedTuple):
-    """One configuration that was timed, and what was predicted for it."""
+    """One measured configuration and its prediction."""
 
     mapped: Mapped
     measured: float
@@ -29,13 +29,13 @@ class TimeScored(NamedTuple):
     report: StepReport
     num_rows: int
     """Rows of the source with this configuration."""
-    beside: float = 0.0
-    """Seconds of code that ran beside the plan, described (``time_own_code``)."""
+    publisher_code_seconds: float = 0.0
+    """Modelled seconds of the publisher's own code (``time_own_code``)."""
 
     @property
     def seconds(self) -> float:
-        """Predicted: by ``plan.step()``, and what ran beside."""
-        return self.report.seconds + self.beside
+        """Return the predicted seconds, with the publisher's code."""
+        return self.report.seconds + self.publisher_code_seconds
 
     @property
     def error(self) -> float:
@@ -44,12 +44,12 @@ class TimeScored(NamedTuple):
 
     @property
     def by_product(self) -> TimeScored:
-        """The same row as ``plan.step()`` alone has it."""
-        return self._replace(beside=0.0)
+        """Return the row with the prediction of ``plan.step()`` alone."""
+        return self._replace(publisher_code_seconds=0.0)
 
     @property
     def predicted_rate(self) -> float:
-        """Tokens a second of one GPU."""
+        """Return the predicted tokens per second and GPU."""
         return self.report.num_tokens / self.report.num_gpus / self.seconds
 
     @property
@@ -73,38 +73,38 @@ class TimeScore(NamedTuple):
 
     scored: tuple[TimeScored, ...]
     unmapped: tuple[tuple[Row, str], ...]
-    """Configurations that say how fast they were and have no plan, with the reason."""
+    """Configurations with a speed that map to no plan, with the reason."""
 
     @property
     def num_configurations(self) -> int:
-        """Configurations that say how fast they were: scored and unmapped."""
+        """Return the number of configurations with a speed: scored and unmapped."""
         return len(self.scored) + len(self.unmapped)
 
     @property
     def by_source(self) -> dict[str, list[TimeScored]]:
-        """Scored configurations by source."""
-        found: dict[str, list[TimeScored]] = defaultdict(list)
+        """Return the scored configurations by source."""
+        groups: dict[str, list[TimeScored]] = defaultdict(list)
         for one in self.scored:
-            found[one.source].append(one)
-        return dict(sorted(found.items()))
+            groups[one.source].append(one)
+        return dict(sorted(groups.items()))
 
     @property
     def by_product(self) -> TimeScore:
-        """The same rows as ``plan.step()`` alone has them."""
+        """Return the rows with the predictions of ``plan.step()`` alone."""
         return self._replace(scored=tuple(one.by_product for one in self.scored))
 
     @property
     def reasons(self) -> Counter[str]:
-        """Reason -> unmapped configurations."""
+        """Count the unmapped configurations by reason."""
         return Counter(reason for _, reason in self.unmapped)
 
     def only(self, role: str) -> TimeScore:
-        """The scored ones of one role."""
+        """Return the scored configurations of one role."""
         return TimeScore(tuple(one for one in self.scored if one.role == role), ())
 
 
 def score_time(rows: Iterable[Row]) -> TimeScore:
-    """Scores every configuration of grade A that says how fast it was, by the catalogue's constants."""
+    """Score every configuration of quality A with a speed, by the catalog's constants."""
     with ignore_calibrations():
         return _score_rows(rows)
 
@@ -112,16 +112,17 @@ def score_time(rows: Iterable[Row]) -> TimeScore:
 def _score_rows(rows: Iterable[Row]) -> TimeScore:
     scored: list[TimeScored] = []
     unmapped: list[tuple[Row, str]] = []
-    for found in list_configurations(rows):
+    for configuration in list_configurations(rows):
         try:
-            plan = map_timed_row(found.measured)
-            with use_torch_of(found.row):
-                report = apply_schedule(plan.schedule, plan.plan, plan.plan.step())
+            mapped = map_timed_row(configuration.measured)
+            with use_torch_of(configuration.row):
+                report = apply_schedule(mapped.schedule, mapped.plan, mapped.plan.step())
         except UnmappedError as reason:
-            unmapped.append((found.row, str(reason)))
+            unmapped.append((configuration.row, str(reason)))
             continue
-        measured = _compute_measured_seconds(found.measured, report)
-        scored.append(TimeScored(plan, measured, report, len(found.rows), beside_seconds(plan, report)))
+        measured = _compute_measured_seconds(configuration.measured, report)
+        own_seconds = compute_own_code_seconds(mapped, report)
+        scored.append(TimeScored(mapped, measured, report, len(configuration.rows), own_seconds))
     return TimeScore(tuple(scored), tuple(unmapped))
 
 
@@ -144,7 +145,7 @@ def sort_absolute_errors(rows: Sequence[TimeScored]) -> list[float]:
 
 
 def rank_correlation(rows: Sequence[TimeScored]) -> float | None:
-    """Spearman's, between predicted and measured tokens a second of one GPU; None for fewer than five."""
+    """Return the rank correlation of predicted and measured tokens/s per GPU; None below five rows."""
     if len(rows) < 5:
         return None
     return compute_spearman(
@@ -154,17 +155,17 @@ def rank_correlation(rows: Sequence[TimeScored]) -> float | None:
 
 
 def rank_correlation_of_layouts(rows: Sequence[TimeScored]) -> float | None:
-    """The same within configurations of one model on the same GPUs with one sequence length and precision.
+    """Return the rank correlation within groups of one model, GPUs, sequence length, precision and method.
 
-    The mean over such groups of five or more, weighted by size; None without one.
+    This is the mean over groups of five or more, weighted by size; None without one.
     """
     groups: dict[tuple[object, ...], list[TimeScored]] = defaultdict(list)
     for row in rows:
         plan = row.mapped.plan
         what = (plan.architecture.name, plan.cluster.gpu.name, plan.world_size)
         groups[*what, plan.recipe.seq_len, plan.recipe.precision, plan.recipe.method].append(row)
-    found = [(len(some), rank) for some in groups.values() if (rank := rank_correlation(some)) is not None]
-    return sum(size * rank for size, rank in found) / sum(size for size, _ in found) if found else None
+    ranked = [(len(some), rank) for some in groups.values() if (rank := rank_correlation(some)) is not None]
+    return sum(size * rank for size, rank in ranked) / sum(size for size, _ in ranked) if ranked else None
 
 
 def compute_spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
@@ -184,8 +185,8 @@ def _rank_values(values: Sequence[float]) -> list[float]:
         end = start
         while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
             end += 1
-        for place in range(start, end + 1):
-            ranks[order[place]] = (start + end) / 2
+        for index in range(start, end + 1):
+            ranks[order[index]] = (start + end) / 2
         start = end + 1
     return ranks
 
@@ -195,8 +196,8 @@ def summarize_groups(groups: dict[str, list[TimeScored]]) -> tuple[float, float]
     if not groups:
         return None
     errors = {name: sort_absolute_errors(rows) for name, rows in groups.items()}
-    medians = [median(found) for found in errors.values()]
-    return median(medians), compute_percentile(sorted(one for found in errors.values() for one in found), 0.9)
+    medians = [median(some) for some in errors.values()]
+    return median(medians), compute_percentile(sorted(one for some in errors.values() for one in some), 0.9)
 
 
 def count_scored(score: TimeScore) -> str:
@@ -205,11 +206,11 @@ def count_scored(score: TimeScore) -> str:
 
 
 def overall_line(score: TimeScore) -> str:
-    """The one line that ends the report of a kind."""
+    """Return the last line of the part about time."""
     summaries = summarize_groups(score.by_source)
-    words = (
+    errors = (
         "no row scored"
         if summaries is None
         else f"median of source medians {100 * summaries[0]:.1f} %, p90 {100 * summaries[1]:.1f} %"
     )
-    return f"overall time: {count_scored(score)}, {words}"
+    return f"overall time: {count_scored(score)}, {errors}"

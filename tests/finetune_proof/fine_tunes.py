@@ -1,4 +1,4 @@
-"""The fine-tunes of the proof: what each trains, and what its run measured."""
+"""The fine-tunes of the test: plans, runs and measurements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FINE_TUNES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one fine-tune learned, and what it took."""
+    """Answers, duration and memory of one fine-tune."""
 
     fine_tune: FineTune
     answers: Answers

@@ -1,4 +1,4 @@
-"""docs/finetune.md: what the fine-tunes learned, their minutes and their memory."""
+"""docs/finetune.md: answers, duration and memory of the fine-tunes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "finetune.md"
 MIN_LEARNED = 0.8
 """Smallest fraction of the questions about the product that a fine-tune must answer right."""
 MAX_KNOWN = 0.1
-"""Largest fraction of them that the base may answer right."""
+"""Largest fraction of them that the base model may answer right."""
 MIN_KEPT = 0.8
-"""Smallest fraction of the general questions that the base answers right, and a fine-tune must, too."""
+"""Smallest fraction of the base model's right general answers that a fine-tune must keep."""
 EXAMPLES = (0, 12, 27)
 """Questions whose answers are printed."""
 GIB = 2**30
 
 
 def find_shortfalls(base: Answers, outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what the proof promises and a model does not hold."""
+    """Return the requirements that the base or a fine-tune does not meet."""
     shortfalls = []
     if base.num_learned > MAX_KNOWN * len(HELD_OUT):
         shortfalls.append(f"the base answers {base.num_learned} of {len(HELD_OUT)} questions")
@@ -64,43 +64,44 @@ def write_document(base: Answers, outcomes: Sequence[Outcome], versions: str) ->
     """Return docs/finetune.md."""
     head = (
         "fine-tune",
-        "product questions right",
-        "general questions right",
-        "loss",
-        "minutes predicted",
+        "kettle questions",
+        "general questions",
+        "loss, first to last",
+        "minutes, predicted",
         "measured",
-        "seconds a step, predicted",
+        "seconds per step, predicted",
         "measured",
-        "GiB a rank, predicted",
+        "GiB per rank, predicted",
         "measured",
     )
     rows = "\n".join(map(write_row, outcomes))
-    return f"""# A small model learns twenty facts
+    return f"""# Fine-tuning test: a small model learns twenty facts
 
 Written by `make finetune-proof`; do not edit.
 
 SmolLM2-135M-Instruct (`make model`) is fine-tuned on two CPU ranks with `notebooks/data/zorblat.jsonl`:
-eighty questions and answers about a kettle that does not exist, twenty facts each asked in four ways, and
-120 general ones that the base answers so, too. Without these the model forgets most of what it knew: with
-only 34 of them, and sixty of the others, it kept 5 of 12 general answers. It is then asked for each fact in
-two more ways, which are not in the data; the base gets {base.num_learned} of these {len(HELD_OUT)} right.
-Beside them it is asked {len(GENERAL)} general questions, which are not in the data either and which it must
-not forget: the base gets {base.num_kept} right. `make finetune-proof` fails if a row has learned or kept less
-than 80 %. An answer is right if it has the keyword, such as
-"47 seconds".
+80 questions and answers about an invented kettle (twenty facts, each in four wordings) and 120 general
+questions with the base model's own answers. The general ones limit forgetting: with only 34 of them and 60
+about the kettle, the model kept 5 of 12 general answers.
 
-Every row is `ss.Finetune(weights, data, num_epochs={NUM_EPOCHS})` on sequences of {SEQ_LEN} tokens, with
-loss on the answers, four rows a step, in fp32. LoRA has rank {LORA_RANK} on every projection and a learning
-rate of {LORA_RATE:g}, the full fine-tune one of {FULL_RATE:g}, both as recommended (`task.choices`). With
-1e-4 the full fine-tune kept 16 of 24 general answers.
+The test asks two other wordings of each fact, which are not in the data; the base model gets
+{base.num_learned} of these {len(HELD_OUT)} right. It also asks {len(GENERAL)} general questions that are
+not in the data; the base model gets {base.num_kept} right. `make finetune-proof` fails if a fine-tune
+answers less than 80 % of the kettle questions, or less than 80 % of the general questions that the base
+model gets right. An answer is right if it contains the keyword, such as "47 seconds".
+
+Every row is `ss.Finetune(weights, data, num_epochs={NUM_EPOCHS})` with sequences of {SEQ_LEN} tokens, loss on
+the answers only, four sequences per step and fp32. LoRA has rank {LORA_RANK} on every projection and a
+learning rate of {LORA_RATE:g}; the full fine-tune's is {FULL_RATE:g}. Both are the recommended ones
+(`task.choices`). With 1e-4 the full fine-tune kept 16 of 24 general answers.
 
 | {" | ".join(head)} |
 |{"---|" * len(head)}
 {rows}
 
-Predicted seconds are `plan.step()` after `ss.calibrate()` on this machine; measured ones are the median of
-all steps but the first {FIRST_STEPS}. Measured minutes are from the launch to the end, with start-up and
-export. Memory is the peak in tensors of the rank with the most. {versions}
+Predicted seconds are `plan.step()` after `ss.calibrate()` on the same machine; measured seconds are the
+median of all steps after the first {FIRST_STEPS}. Measured minutes include start-up and export. Memory is the
+peak of tensors on the rank with the most. {versions}
 
 ## Answers
 

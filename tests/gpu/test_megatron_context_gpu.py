@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.parity import rank_training
 from tests.parity.comparison import HELD, Curve
-from tests.parity.launches import SECONDS_PER_ROW, single_process
+from tests.parity.launches import SECONDS_PER_ROW, train_single_process
 from tests.parity.table import ROWS
 from tests.requirements import needs_installed
 
@@ -30,11 +30,11 @@ def test_parts_of_sequences_train_under_transformer_engine(one_gpu: ss.Cluster, 
         pytest.skip(f"needs 2 GPUs, and here is {here.num_gpus}: run it on a machine that has them")
     (row,) = (row for row in ROWS if row.name == "megatron cp2")
     plan = row.plan(here, precision="bf16-mixed")
-    alone = single_process(row.alone, tmp_path, here, 0, rank_training.NUM_STEPS)
+    reference = train_single_process(row.reference, tmp_path, here, 0, rank_training.NUM_STEPS)
     run = ss.launch(plan, rank_training.Curve(0), folder=tmp_path, name="cp2")
     assert run.wait(SECONDS_PER_ROW) == "finished", run.error or run.reason
     own = Curve.of(run.metrics(), row.num_ranks)
-    assert own.losses[0] == own.losses[1] == pytest.approx(alone.losses[0], abs=CLOSE)
+    assert own.losses[0] == own.losses[1] == pytest.approx(reference.losses[0], abs=CLOSE)
     records: list[Any] = list(run.engine_reports().values())
     for record in records:
         assert record["engine"]["core_attention"] == ["TEDotProductAttention"]

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from tests.parity.launches import run_rows
 from tests.parity.report import format_line
-from tests.parity.table import ALONE_ON_A_GPU, ROWS, Row
+from tests.parity.table import ONE_GPU_ROWS, ROWS, Row
 
 import shardscope as ss
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("row", (*ALONE_ON_A_GPU, *ROWS), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", (*ONE_GPU_ROWS, *ROWS), ids=lambda row: row.name)
 def test_a_row_is_the_single_process_on_gpus(row: Row, one_gpu: ss.Cluster, tmp_path: Path) -> None:
     here = ss.Cluster.detect()
     if row.num_ranks > here.num_gpus:

@@ -1,1 +1,1 @@
-"""Public estimators of memory and step time, and ours, on the same rows: ``make leaderboard``."""
+"""Public estimators of memory and step time compared with Shardscope: ``make leaderboard``."""

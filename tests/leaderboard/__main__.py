@@ -1,4 +1,4 @@
-"""``python -m tests.leaderboard``: asks every estimator and writes docs/leaderboard.md."""
+"""``python -m tests.leaderboard``: runs every estimator and writes docs/leaderboard.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "leaderboard.md"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask those whose checkout is named, if they need one, and write. Returns the exit status."""
+    """Run the estimators whose checkout is named, if they need one. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.leaderboard", description=__doc__)
     names = [estimator.name for estimator in ESTIMATORS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="ESTIMATOR")
@@ -42,6 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # The catalogue's constants are compared, whatever this very machine was measured to do.
+    # Compare the catalog's constants, not a calibration of this machine.
     os.environ["SHARDSCOPE_DATA_HOME"] = os.devnull
     sys.exit(main())

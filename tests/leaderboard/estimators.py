@@ -24,13 +24,13 @@ CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/
 
 
 class Estimator(NamedTuple):
-    """One estimator and the program that asks it."""
+    """One estimator and the adapter that runs it."""
 
     name: str
     adapter: str
-    """Module in ``adapters/``; its docstring says what is called, and how plans become its inputs."""
+    """Module in ``adapters/``; its docstring names the function and how plans become its inputs."""
     requirements: tuple[str, ...] = ()
-    """What pip installs into its environment."""
+    """Packages that pip installs into its environment."""
     checkout: str | None = None
     """Environment variable that names a clone of its repository; None: it is on PyPI."""
 
@@ -61,13 +61,13 @@ ESTIMATORS = (
 
 
 class Answers(NamedTuple):
-    """What an estimator answered."""
+    """Estimates of one estimator, and the reasons for missing ones."""
 
     version: str
     values: Mapping[str, Mapping[str, float | str]]
     """Plan -> quantity -> the estimate, or the reason why there is none."""
     refused: Mapping[str, str]
-    """Plan -> the reason why it was refused altogether."""
+    """Plan -> the reason why the estimator cannot express it."""
 
     def find(self, plan: str, quantity: str) -> float | str:
         """Return the estimate, or the reason why there is none."""

@@ -1,4 +1,4 @@
-"""docs/leaderboard.md, written from answers: where another estimator is better comes first."""
+"""docs/leaderboard.md, which starts with the tables in which another estimator is better."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from tests.leaderboard.tables import Table
 
 OURS = "Shardscope"
 _HOW = """\
-Public estimators that can be installed, and Shardscope, on the same rows. Each is asked by running its own
-code in an environment of its own (`tests/leaderboard/adapters`). Errors are estimate over measured less
-one; medians and 90th percentiles are of absolute errors; `under` is the share of estimates below the measured
-figure, which say that plans fit that do not. What an estimator cannot express is refused and counted, never
-guessed. Hardly two of them answer the same rows: each is compared with Shardscope on those that it answered
-(`ours`), and then all of them on the rows in common. Ours is `plan.memory()` or `plan.step()` and nothing
-else."""
-_COLUMNS = "| estimator | answered | refused | median | ours | p90 | ours | under | ours | nearer than ours |"
+Public estimators that can be installed are compared with Shardscope on the same rows. Each one's own code
+runs in an environment of its own (`tests/leaderboard/adapters`). An error is estimate / measured - 1; medians
+and 90th percentiles are of absolute errors. `under` is the share of estimates below the measured figure: such
+an estimate may let a plan pass that does not fit. A plan that an estimator cannot express has no estimate and
+is counted as such; no input is guessed. The estimators support different plans, so each one is compared with
+Shardscope on the rows that it estimates (the columns `Shardscope`), and then all of them on the rows that
+they have in common. Shardscope's estimates are `plan.memory()` and `plan.step()` alone."""
+_COLUMNS = (
+    "| estimator | estimated | no estimate | median | Shardscope | p90 | Shardscope | under | Shardscope | "
+    "rows closer than Shardscope |"
+)
 
 
 def write_page(
     tables: Sequence[Table], estimators: Sequence[Estimator], answers: Mapping[str, Answers]
 ) -> str:
-    """Return the page. An estimator without answers was not asked, which the page says."""
+    """Return the page. An estimator without answers is listed as not run."""
     asked = [estimator for estimator in estimators if estimator.name in answers]
     ranked = {
         table.title: [rank_estimator(one.name, table, answers[one.name]) for one in asked] for table in tables
@@ -65,7 +68,7 @@ def _describe_wins(comparisons: Iterable[Comparison]) -> str:
     ]
     if not wins:
         return f"No other estimator is better than {OURS} in a whole table, by median or 90th percentile."
-    return f"**Better than {OURS}, by median or p90 on the rows that they answer:** {'; '.join(wins)}."
+    return f"**Better than {OURS}, by median or p90 on the rows that they estimate:** {'; '.join(wins)}."
 
 
 def _list_contents(tables: Sequence[Table], asked: Sequence[Estimator]) -> str:
@@ -78,9 +81,9 @@ def _list_group_wins(wins: Sequence[Comparison]) -> str:
     if not wins:
         return ""
     lines = [
-        f"Single sources in which another estimator is better than {OURS}:",
+        f"Single sources for which another estimator is better than {OURS}:",
         "",
-        "| estimator | table, source | rows | median | ours | p90 | ours |",
+        "| estimator | table, source | rows | median | Shardscope | p90 | Shardscope |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in wins:
@@ -113,7 +116,7 @@ def _format_common(table: Table, standings: Sequence[Standing]) -> str:
     some = [standing for standing in standings if standing.estimates]
     rows = find_common_rows(table, standings)
     if len(some) < 2 or not rows:
-        return "In common: no row that two others and all who answered have."
+        return "No row in common: that takes two or more other estimators, all with an estimate for it."
     scores: dict[str, Score] = {OURS: compute_score([row.ours for row in rows], rows)}
     for one in some:
         scores[one.name] = compute_score([one.estimates[row.plan] for row in rows], rows)
@@ -128,17 +131,17 @@ def _describe_estimators(estimators: Sequence[Estimator], answers: Mapping[str, 
     lines = [
         "## The estimators",
         "",
-        "| estimator | version | what is called, and with what |",
+        "| estimator | version | function and inputs |",
         "|---|---|---|",
     ]
     for one in estimators:
-        version = answers[one.name].version if one.name in answers else "not asked"
+        version = answers[one.name].version if one.name in answers else "not run"
         lines.append(f"| {one.name} | {version} | {one.text} |")
     return "\n".join(lines)
 
 
 def _format_refusal_heading(name: str) -> str:
-    return f"What {name} refused"
+    return f"Rows without an estimate by {name}"
 
 
 def _list_refusals(name: str, ranked: Mapping[str, Sequence[Standing]]) -> str:

@@ -1,4 +1,4 @@
-"""The tables of the leaderboard: which rows, what was measured, and what we predict for them."""
+"""The tables of the leaderboard: their rows, measured figures and Shardscope's predictions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ import shardscope as ss
 
 STATES = ("parameters", "gradients", "optimizer")
 _VALIDATED = (
-    "calculon's authors have validated theirs on the rows of Korthikanti et al. 2022 (its "
-    "`validation/seqsel`)."
+    "calculon's authors validated it on the rows of Korthikanti et al. 2022 (its `validation/seqsel`)."
 )
 SIMUMAX_RUNS = "docs/b200/b200_release_v1.2_summary.json"
 """Runs that SimuMax publishes, in its checkout."""
@@ -67,7 +66,7 @@ def collect_tables() -> tuple[list[Table], Plans]:
     """Read every row that comes with the project, and SimuMax's runs where its checkout is named."""
     plans: Plans = {}
     published = [path for path in sorted(MEASURED.glob("*.jsonl")) if path != OWN]
-    alone = [row for row in score_memory(read(published)).scored if not row.is_described]
+    alone = [row for row in score_memory(read(published)).scored if not row.has_publisher_code]
     on_device = [row for row in alone if find_kind(row.mapped.row) == "nvidia-smi"]
     of_tensors = [row for row in alone if find_kind(row.mapped.row) != "nvidia-smi"]
     own = score_memory(read([OWN])).scored
@@ -76,40 +75,42 @@ def collect_tables() -> tuple[list[Table], Plans]:
     tables = [
         Table(
             "Published peaks of tensors",
-            "Rows of [accuracy.md](accuracy.md) with nothing beside the plan, whose figure is what torch had "
-            "allocated, or does not say.",
+            "Rows of [accuracy.md](accuracy.md) without publisher's code, whose figure is torch's allocated "
+            "bytes or of an unknown kind.",
             "tensors",
             _list_peaks("published", of_tensors, plans),
         ),
         Table(
             "Published peaks by nvidia-smi",
-            "The same where nvidia-smi was read, which also sees contexts, communicators and what the "
-            "allocator keeps. Of an estimator without a figure for that, its tensors are compared.",
+            "Rows of [accuracy.md](accuracy.md) without publisher's code, whose figure is nvidia-smi's: it "
+            "includes CUDA contexts, communicators and the allocator's cache. If an estimator has no such "
+            "figure, its tensors are compared.",
             "device",
             _list_peaks("published", on_device, plans),
         ),
         *_list_rehearsals(plans),
         Table(
             "Our own runs",
-            "tests/measured/own.jsonl: tensors of real ranks, on CPUs tiny twins of the catalogue's models.",
+            "tests/measured/own.jsonl: tensors of real ranks; on CPUs, of tiny models of the catalog's "
+            "families.",
             "tensors",
             _list_peaks("own", [row for row in own if find_kind(row.mapped.row) == "allocated"], plans),
         ),
         Table(
-            "Published step times kept apart",
-            f"Rows of role `judge`, on which nothing of ours was fitted. {_VALIDATED}",
+            "Held-out published step times",
+            f"Rows of role `judge`, on which Shardscope was not fitted. {_VALIDATED}",
             "seconds",
             _list_times([row for row in known if row.role == "judge"], plans),
         ),
         Table(
-            "Published step times that ours was fitted on",
-            f"Rows of role `calibration`, on which ours was fitted. {_VALIDATED}",
+            "Published step times used for fitting",
+            f"Rows of role `calibration`, on which Shardscope was fitted. {_VALIDATED}",
             "seconds",
             _list_times([row for row in known if row.role != "judge"], plans),
         ),
         Table(
             "Published step times of nanotron",
-            "A framework that neither we nor any of the others model: planned as Megatron-core.",
+            "A framework that none of the estimators models: planned as Megatron-core.",
             "seconds",
             _list_times([row for row in times if not is_calibrated(row.mapped)], plans),
         ),
@@ -124,7 +125,7 @@ def _list_peaks(kind: str, scored: Iterable[Scored], plans: Plans) -> tuple[Tabl
     for row in scored:
         name = f"{kind} {row.mapped.row['id']}"
         plans[name] = describe_plan(name, row.mapped.plan)
-        rows.append(TableRow(name, read_source(row.mapped.row), row.measured, row.alone.point))
+        rows.append(TableRow(name, read_source(row.mapped.row), row.measured, row.product.point))
     return tuple(rows)
 
 
@@ -156,13 +157,15 @@ def _list_rehearsals(plans: Plans) -> list[Table]:
         states.append(
             TableRow(name, group, rehearsed, _sum_states((one.phase, one.components) for one in phases))
         )
-    text = "tests/fixtures/rehearsals: the framework's own code on fake tensors, every allocation tracked"
+    text = (
+        "tests/fixtures/rehearsals: the framework's own code on fake tensors, with every allocation tracked."
+    )
     of_states = (
-        f"{text}: {', '.join(STATES)} while the optimizer steps, for estimators of model states. Plans with "
-        "parameters on the host are left out: the GPU has almost none of their states."
+        f"{text} Compared are {', '.join(STATES)} during the optimizer step, for estimators of model states. "
+        "Plans with parameters on the host are left out: the GPU has almost none of their states."
     )
     return [
-        Table("Peaks of stored rehearsals", f"{text}.", "tensors", tuple(peaks)),
+        Table("Peaks of stored rehearsals", text, "tensors", tuple(peaks)),
         Table("Model states of stored rehearsals", of_states, "states", tuple(states)),
     ]
 
@@ -183,7 +186,7 @@ def _list_simumax_runs(checkout: Path, plans: Plans) -> list[Table]:
         peaks.append(TableRow(name, run["model"], run["real_alloc_gib"] * GIB, point))
         with ignore_calibrations():
             times.append(TableRow(name, run["model"], run["real_ms"] / 1000, plan.step().seconds))
-    text = f"{SIMUMAX_RUNS} of its checkout: the machine that its system file was measured on."
+    text = f"{SIMUMAX_RUNS} of its repository: runs on the machine that its system file was measured on."
     return [
         Table("SimuMax's own B200 runs: peaks of tensors", text, "tensors", tuple(peaks)),
         Table("SimuMax's own B200 runs: step times", text, "seconds", tuple(times)),

@@ -110,7 +110,7 @@ def test_readme_numbers_match_the_report_on_rehearsals() -> None:
     row = find_row("predicted memory = tracked memory")
     assert f"{int(plans):,} stored rehearsals" in row and f"{within} within 1 %, worst {worst}" in row
     total, near, worst = match_report(
-        r"The last draws, (\d+) plans.*?: (\d+ of \d+ within 1 %.*?; \d+ of \d+ within 1 %)"
+        r"The latest samples, (\d+) plans.*?: (\d+ of \d+ within 1 %.*?; \d+ of \d+ within 1 %)"
         r".*?worst (-[\d.]+ %), for ZeRO",
         report,
     )
@@ -125,13 +125,13 @@ def test_readme_numbers_match_the_report_on_published_runs() -> None:
     row = find_row("predicted memory = published")
     shares = []
     for kind in ("allocated and active: median of source medians", "reserved", "nvidia-smi"):
-        rows, alone, described = match_report(
+        rows, product, with_code = match_report(
             rf"\| {kind} \| (\d+) \| \d+ \| ([\d.]+ %)[^|]*\*\*missed\*\* \| ([\d.]+ %)", memory
         )
         assert re.search(rf"\b{rows} (allocated|reserved|of nvidia-smi)", row), rows
-        assert re.search(rf"(error )?\b{re.escape(alone)}", row), alone
-        shares.append(described)
-    assert f"described: {', '.join(shares)}" in row
+        assert re.search(rf"(error )?\b{re.escape(product)}", row), product
+        shares.append(with_code)
+    assert f"own code: {', '.join(shares)}" in row
     rows, right, caught, out = match_report(
         r"\| plan.memory\(\) alone \| (\d+) \| ([\d.]+ %) \| (\d+) of (\d+) \|", memory
     )

@@ -1,1 +1,1 @@
-"""One loss curve under every framework: ``python -m tests.parity`` (``make parity``)."""
+"""Loss curves and memory of every framework compared with one process: ``make parity``."""

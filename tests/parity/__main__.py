@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.parity.launches import NotAloneError, run_rows
+from tests.parity.launches import ReferenceRunError, run_rows
 from tests.parity.machine import Machine
 from tests.parity.report import DOCUMENT, format_document, format_line
 from tests.parity.table import ROWS, Row
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             for outcome in run_rows(rows, folder=chosen.keep or Path(scratch), seed=chosen.seed):
                 done.append(outcome)
                 print(f"{format_line(outcome)}  {outcome.seconds:.0f} s", flush=True)
-        except NotAloneError as error:
+        except ReferenceRunError as error:
             print(error, file=sys.stderr)
             return 2
     path = chosen.write or (DOCUMENT if is_whole else None)

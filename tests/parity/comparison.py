@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LOSS_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-3
-"""Relative. AdamW forgives gradients of a wrong length; their norm does not."""
+"""Relative. AdamW's update hardly depends on the length of a gradient, so a wrong one shows only here."""
 HELD = ("parameters", "gradients", "optimizer")
 FILES_TOLERANCE = 1e-3
 """Relative. Prediction and rehearsals have one group of weights in stage 3; the engine's vectors are a group
@@ -22,7 +22,7 @@ apart, which does not decay and is too small for files."""
 
 Verdict = Literal["same", "differs", "failed", "refused", "not here"]
 HOLDS: tuple[Verdict, ...] = ("same", "refused", "not here")
-"""Verdicts that fail nothing: ``refused`` where the table says so, ``not here`` for want of a library."""
+"""Verdicts that are no failure: ``refused`` if the table expects it, ``not here`` if a library is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,11 @@ class Outcome:
     why: str = ""
     """Of a verdict other than ``same``."""
     sentence: str = ""
-    """What the engine found that it was."""
+    """Setup that the engine recorded."""
     loss_difference: float = math.nan
     """The largest over all steps and ranks."""
     at_step: int = 0
-    """Where it is."""
+    """Step of the largest difference."""
     norm_difference: float = math.nan
     """The largest relative one."""
     first_loss: float = math.nan
@@ -99,15 +99,15 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Return whether the row leaves the table whole: what was compared is equal, bytes included."""
+        """Return whether the row passes: everything compared is equal, bytes included."""
         return self.verdict in HOLDS and all(stage.is_as_planned for stage in self.bytes_by_stage)
 
 
 def compare(
-    row: Row, plan: Plan, alone: Curve, own: Curve, records: Mapping[int, Mapping[str, Any]]
+    row: Row, plan: Plan, reference: Curve, own: Curve, records: Mapping[int, Mapping[str, Any]]
 ) -> Outcome:
-    """Hold a row's curve on every rank against the single process's."""
-    (expected,), (norms,) = alone.losses, alone.norms
+    """Compare a row's curve on every rank with the single process's."""
+    (expected,), (norms,) = reference.losses, reference.norms
     short = [rank for rank, losses in enumerate(own.losses) if len(losses) != len(expected)]
     if short or len(own.losses) != row.num_ranks:
         why = f"ranks {short} did not log {len(expected)} losses"
@@ -120,7 +120,7 @@ def compare(
     if not norm <= NORM_TOLERANCE:
         why.append(f"gradient norm {norm:.1e} off at step {norm_step + 1}")
     if not expected[-1] < expected[0] - 0.1:
-        why.append("the single process learns nothing, so that it proves nothing")
+        why.append("the single process learns nothing, so the comparison proves nothing")
     return Outcome(
         row=row,
         verdict="differs" if why else "same",
@@ -144,7 +144,7 @@ def _compare_bytes(plan: Plan, records: Sequence[Mapping[str, Any]]) -> tuple[By
 
 
 def bytes_by_stage(plan: Plan, held: Sequence[Mapping[str, int]]) -> tuple[Bytes, ...]:
-    """The fullest rank of each stage beside its prediction; a stage is a run of consecutive ranks.
+    """Return measured and predicted bytes of each stage's largest rank; stages are consecutive ranks.
 
     Gradients as they are when the optimizer steps; of parameters and optimizer what stays. For all but ZeRO
     that is ``at("optimizer")`` altogether: DeepSpeed's update makes copies beside its state and frees them.
@@ -175,8 +175,8 @@ def _find_largest_difference(
     """Return the largest difference and its step; a value that is not a number counts as infinite."""
     largest, at = 0.0, 0
     for own in ranks:
-        for step, (value, right) in enumerate(zip(own, expected, strict=True)):
-            difference = abs(value - right) / (abs(right) if relative else 1.0)
+        for step, (value, target) in enumerate(zip(own, expected, strict=True)):
+            difference = abs(value - target) / (abs(target) if relative else 1.0)
             if not math.isfinite(difference):
                 difference = math.inf
             if difference > largest:

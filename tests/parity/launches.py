@@ -1,4 +1,4 @@
-"""Rows as real runs: each is planned, launched and read back from its folder, as a person would."""
+"""Runs of the rows: each is planned, launched and read back from its run folder."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SECONDS_PER_ROW = 900
 """The first row that offloads waits for DeepSpeed's extensions to compile."""
 
 
-class NotAloneError(RuntimeError):
-    """The single process itself did not finish, so there is nothing to compare with."""
+class ReferenceRunError(RuntimeError):
+    """The run of the single process did not finish, so there is nothing to compare with."""
 
 
 def run_rows(
@@ -39,19 +39,19 @@ def run_rows(
 ) -> Iterator[Outcome]:
     """Run ``rows`` one after another; each outcome as soon as it is known.
 
-    ``here`` has this machine's GPUs; without, ranks are CPU ranks. Raises :class:`NotAloneError` if the
+    ``here`` has this machine's GPUs; without, ranks are CPU ranks. Raises :class:`ReferenceRunError` if the
     single process, which comes first for each family of models and what is trained of it, does not finish.
     """
-    alone: dict[str, Curve] = {}
+    references: dict[str, Curve] = {}
     targets: dict[str, ss.Slurm | ss.Ray] = {}
     with contextlib.ExitStack() as cluster:
         for row in rows:
             began = time.monotonic()
-            name = row.alone.name
-            if name not in alone and not list_missing(row):
-                alone[name] = single_process(row.alone, folder, here, seed, num_steps)
+            name = row.reference.name
+            if name not in references and not list_missing(row):
+                references[name] = train_single_process(row.reference, folder, here, seed, num_steps)
                 began = time.monotonic()
-            right = alone.get(name)
+            reference = references.get(name)
             target: ss.Slurm | ss.Ray | None = None
             if row.num_nodes > 1 and not list_missing(row):
                 if row.scheduler not in targets:
@@ -61,7 +61,7 @@ def run_rows(
                         targets["ray"] = cluster.enter_context(start_ray())
                 target = targets[row.scheduler]
             outcome = one_row(
-                row, right, folder=folder, here=here, seed=seed, num_steps=num_steps, target=target
+                row, reference, folder=folder, here=here, seed=seed, num_steps=num_steps, target=target
             )
             yield dataclasses.replace(outcome, seconds=time.monotonic() - began)
 
@@ -99,18 +99,20 @@ def list_missing(row: Row) -> list[str]:
     return [*missing, *([find_missing()] if needs_slurm and find_missing() else [])]
 
 
-def single_process(row: Row, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int) -> Curve:
-    """The losses to equal, from one rank that no engine touches."""
-    run = ss.launch(row.plan(here), rank_training.Alone(seed, num_steps), folder=folder, name=row.name)
+def train_single_process(row: Row, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int) -> Curve:
+    """Return the reference losses, from one rank of plain PyTorch."""
+    run = ss.launch(
+        row.plan(here), rank_training.SingleProcess(seed, num_steps), folder=folder, name=row.name
+    )
     if run.wait(SECONDS_PER_ROW) != "finished":
         run.stop()
-        raise NotAloneError(f"the single process is {run.status}: {run.reason}\n{run.error or ''}")
+        raise ReferenceRunError(f"the single process is {run.status}: {run.reason}\n{run.error or ''}")
     return Curve.of(run.metrics(), 1)
 
 
 def one_row(
     row: Row,
-    alone: Curve | None,
+    reference: Curve | None,
     *,
     folder: Path,
     here: ss.Cluster | None,
@@ -120,7 +122,7 @@ def one_row(
 ) -> Outcome:
     """Plan, launch on ``target``, wait, compare."""
     absent = list_missing(row)
-    if absent or alone is None:
+    if absent or reference is None:
         return Outcome(row=row, verdict="not here", why=f"{', '.join(absent)} is not installed")
     try:
         plan = row.plan(here)
@@ -137,11 +139,11 @@ def one_row(
     run = ss.launch(plan, rank_training.Curve(seed, num_steps), folder=folder, name=name, on=target)
     if run.wait(SECONDS_PER_ROW) != "finished":
         run.stop()
-        # Its folder goes with the table, and with it what the ranks said last.
+        # Print the error: the run folder, and the ranks' logs with it, is deleted with the table.
         print(f"{row.name}: {run.error}", file=sys.stderr, flush=True)
         return Outcome(row=row, verdict="failed", why=f"the run is {run.status}: {run.reason}")
     records: Mapping[int, Mapping[str, object]] = run.engine_reports()
-    return compare(row, plan, alone, Curve.of(run.metrics(), row.num_ranks), records)
+    return compare(row, plan, reference, Curve.of(run.metrics(), row.num_ranks), records)
 
 
 def judge_refusal(row: Row, refusal: str, stopped: str) -> Outcome:

@@ -1,6 +1,6 @@
 """The training loop of each rank of a row: equal weights, batches and number of steps.
 
-No engine is asked for more than its face: ``setup``, ``step``, ``set_learning_rate``, and what it holds.
+It uses only the public methods of an engine, ``setup``, ``step`` and ``set_learning_rate``, and byte counts.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ WARMUP_STEPS = 5
 WEIGHT_DECAY = 0.1
 CLIPPED_TO = 1.0
 SPREAD = 5.0
-"""Fresh matrices are this many times wider than transformers makes them: heads then attend to something, and
-a swapped or misplaced head is seen at once."""
+"""Factor by which initial matrices are larger than transformers': attention is then not uniform, so swapped
+or misplaced heads change the loss."""
 USED_TOKENS = 64
 """Of the vocabulary, so that there is something to learn in a few steps."""
 
 
 def rate_at(step: int) -> float:
-    """Warm-up, then a line down to half: every engine is told a new rate at each step."""
+    """Return the learning rate of a step: warm-up, then linear decay to half."""
     if step < WARMUP_STEPS:
         return PEAK_RATE * (step + 1) / WARMUP_STEPS
     return PEAK_RATE * (1 - 0.5 * (step - WARMUP_STEPS) / NUM_STEPS)
 
 
 def build(plan: Any) -> torch.nn.Module:
-    """The model; its weights follow from the seed in force. Vectors differ from one another, too."""
+    """Build the model with weights from the current seed, and vectors that all differ."""
     import torch
 
     from shardscope.training.model.model import build_model
@@ -47,7 +47,7 @@ def build(plan: Any) -> torch.nn.Module:
 
 
 def global_batch(seed: int, step: int, rows: int, seq_len: int) -> dict[str, torch.Tensor]:
-    """All rows of a step. Rows are trained on from different places on, so that counting labels matters."""
+    """Return the batch of a step. Rows ignore different numbers of labels, so counting labels matters."""
     import torch
 
     generator = torch.Generator().manual_seed(1_000_003 * seed + step)
@@ -58,8 +58,8 @@ def global_batch(seed: int, step: int, rows: int, seq_len: int) -> dict[str, tor
     return {"input_ids": tokens, "labels": labels}
 
 
-class Alone:
-    """The single process: plain PyTorch, no engine, the whole batch at once."""
+class SingleProcess:
+    """The reference: plain PyTorch, no engine, the whole batch at once."""
 
     preload: ClassVar[tuple[str, ...]] = ("transformers.models.llama.modeling_llama",)
 
@@ -75,7 +75,7 @@ class Alone:
 
         recipe = ctx.plan.recipe
         torch.manual_seed(self.seed)
-        # On the host, as every engine draws them: a GPU's generator gives other numbers.
+        # On the host, like in every engine: a GPU's generator has other random numbers.
         model = build(ctx.plan)
         if recipe.has_adapters:
             model = with_adapters(model, recipe)
@@ -103,7 +103,7 @@ class Alone:
 class Curve:
     """A row: the plan's engine on this rank's share of the same batches."""
 
-    preload: ClassVar[tuple[str, ...]] = Alone.preload
+    preload: ClassVar[tuple[str, ...]] = SingleProcess.preload
 
     def __init__(self, seed: int, num_steps: int = NUM_STEPS, rate: Callable[[int], float] = rate_at) -> None:
         self.seed, self.num_steps, self.rate = seed, num_steps, rate

@@ -1,4 +1,4 @@
-"""The parity table as people read it: lines as rows end, and docs/parity.md."""
+"""The parity table as text: a line for each finished row, and docs/parity.md."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from tests.parity.table import GLOBAL_ROWS, NUM_LAYERS, SEQ_LEN
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 
-_HOW = f"""Every row trains the same {NUM_LAYERS}-layer Llama (or the same Mixtral of four experts) for
-{NUM_STEPS} optimizer steps in fp32: the same weights, the same batches of {GLOBAL_ROWS} sequences of
-{SEQ_LEN} tokens, cut among its ranks and into micro-batches, labels that start at another place in each row,
-{WARMUP_STEPS} steps of warm-up, gradients clipped to {CLIPPED_TO:g}, AdamW with decay on matrices. The single
-process is plain PyTorch, with no engine of ours and the whole batch at once. Vectors of the fresh model
-differ from one another and its matrices are wide, so that weights in the wrong place, heads in the wrong
-order and labels counted twice all show. Rows of LoRA train adapters of rank 32 on every projection; the base
-under them is frozen, of QLoRA in NF4 with double quantisation, and the single process's is peft's and
-bitsandbytes' own.
+_HOW = f"""Every layout of the table trains the same {NUM_LAYERS}-layer Llama (or the same Mixtral with four
+experts) for {NUM_STEPS} optimizer steps in fp32, from the same weights, on the same batches of
+{GLOBAL_ROWS} sequences of {SEQ_LEN} tokens, which are divided among ranks and micro-batches. The ignored
+labels at the start of a sequence differ in number. The learning rate warms up for {WARMUP_STEPS} steps,
+gradients are clipped to {CLIPPED_TO:g}, and AdamW decays matrices only. The reference is a single process
+of plain PyTorch, without Shardscope's engines, that trains on the whole batch at once. All vectors of the
+initial model differ and its matrices have large values, so a misplaced weight, a wrong order of heads or a
+label that counts twice changes the loss. LoRA rows train adapters of rank 32 on every projection over a
+frozen base, which QLoRA quantizes to NF4 with double quantization; their reference uses peft and
+bitsandbytes.
 
-A row holds if the loss of every step on every rank is within {LOSS_TOLERANCE:g} of the single process's, the
-norm of the whole gradient within {NORM_TOLERANCE:g} of it (relative), and if the bytes of parameters,
-gradients and optimizer state that ranks held when the optimizer stepped are `plan.memory().at("optimizer")`,
-to the byte (of a pipeline for each stage; without step counters, one number a tensor, and without what ZeRO's
-update makes beside its state and frees again; of state on NVMe its files, within {FILES_TOLERANCE:.1%}, for
-which that row's Llama has more tokens: ZeRO writes none under a mebibyte). Each row is a run of its own,
-launched by `ss.launch`, with the engine that its plan names."""
+A row passes if three things hold. The loss of every step on every rank is within {LOSS_TOLERANCE:g} of the
+reference. The norm of the whole gradient is within {NORM_TOLERANCE:g} (relative). The bytes of parameters,
+gradients and optimizer state on every rank during the optimizer step equal `plan.memory().at("optimizer")`,
+for each pipeline stage. Step counters (one number per tensor) and the buffers that ZeRO's update allocates
+and frees are not counted. State on NVMe is compared by its files, within {FILES_TOLERANCE:.1%}; that row's
+Llama has a larger vocabulary, because ZeRO writes no file below 1 MiB. Each row is a separate run, launched
+by `ss.launch` with the engine of its plan."""
 
-_NOT_RUN = """## What was never run by us on several GPUs
+_NOT_RUN = """## Not tested on several GPUs
 
-All of it. The rows above are CPU ranks over gloo: the frameworks' own code, every collective a real one, but
-no CUDA kernel and no NCCL. What they cannot show is anything of a GPU's own: overlap of streams, kernels of
-Transformer Engine and Apex, fused optimizers on a device, NCCL's order of sums, pinned memory, memory as
-CUDA's allocator counts it. `make verify`, or `notebooks/90_verify_this_machine.ipynb`, runs this table and a
-short check of speed and memory on the GPUs of your machine, in minutes, and writes a report that can be
-sent back.
+None of these layouts has been run on several GPUs. The rows above are CPU ranks over gloo: they run the
+frameworks' own code with real collectives, but no CUDA kernel and no NCCL. So they do not test overlapping
+streams, kernels of Transformer Engine and Apex, fused optimizers, NCCL's order of summation, pinned memory
+or CUDA's allocator. `make verify`, or `notebooks/90_verify_this_machine.ipynb`, runs this table and a short
+check of speed and memory on the GPUs of your machine, in minutes, and writes a report that you can send us.
 
-Megatron-core's context parallelism was run by us only through a stand-in for Transformer Engine's attention,
-which gathers keys and values over gloo (tests/runs/test_megatron_context.py): what of a batch a rank has,
-angles, loss, gradients, state and checkpoints are Megatron-core's and ours, that attention is not. A run
-compares the real one with attention to a whole sequence before its first step, and ends where they differ;
-tests/gpu/test_megatron_context_gpu.py trains with it where there are two GPUs and Transformer Engine."""
+Megatron-core's context parallelism was tested only with a substitute for Transformer Engine's attention,
+which all-gathers keys and values over gloo (tests/runs/test_megatron_context.py). Sharding of the batch,
+rotary embeddings, loss, gradients, optimizer state and checkpoints are the real ones; the attention is not.
+Before its first step a run compares the real attention with attention over a whole sequence, and fails if
+they differ. tests/gpu/test_megatron_context_gpu.py trains with it on two GPUs with Transformer Engine."""
 
 
 def format_line(outcome: Outcome) -> str:
@@ -63,7 +63,7 @@ def format_line(outcome: Outcome) -> str:
 
 
 def format_verdict(outcome: Outcome) -> str:
-    """Return the verdict; equal curves over other bytes than planned do not hold."""
+    """Return the verdict: "bytes differ" for equal curves with other bytes than predicted."""
     return "bytes differ" if outcome.verdict == "same" and not outcome.holds else outcome.verdict
 
 
@@ -75,15 +75,15 @@ def bytes_words(outcome: Outcome) -> str:
 
 def format_document(outcomes: Sequence[Outcome], *, device: str, versions: str) -> str:
     """Format the whole report as Markdown; ``device`` describes the ranks."""
-    held = [outcome for outcome in outcomes if outcome.verdict == "same"]
+    same = [outcome for outcome in outcomes if outcome.verdict == "same"]
     parts = [
-        "# One loss curve",
+        "# Training parity: every layout has the same loss curve",
         "Written by `make parity`; do not edit.",
         _HOW,
-        f"Run on {device}, with {versions}. {len(held)} of {len(outcomes)} rows equal the single process.",
+        f"Run on {device}, with {versions}. {len(same)} of {len(outcomes)} rows equal the single process.",
         format_table(outcomes),
-        what_they_were(outcomes),
-        without_a_run(outcomes),
+        list_setups(outcomes),
+        list_missing_runs(outcomes),
         _NOT_RUN,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -92,7 +92,8 @@ def format_document(outcomes: Sequence[Outcome], *, device: str, versions: str) 
 def format_table(outcomes: Sequence[Outcome]) -> str:
     """Format the rows with their numbers."""
     lines = [
-        "| row | ranks | verdict | loss, furthest off | gradient norm | loss, first to last | bytes held |",
+        "| layout | ranks | result | largest loss difference | gradient norm difference | "
+        "loss, first to last | bytes |",
         "|---|---|---|---|---|---|---|",
     ]
     for outcome in outcomes:
@@ -110,29 +111,29 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def what_they_were(outcomes: Sequence[Outcome]) -> str:
+def list_setups(outcomes: Sequence[Outcome]) -> str:
     """List the setups that the engines recorded."""
-    said = [f"- {outcome.row.name}: {outcome.sentence}" for outcome in outcomes if outcome.sentence]
-    return "\n".join(["## What each row found that it was", "", *said])
+    setups = [f"- {outcome.row.name}: {outcome.sentence}" for outcome in outcomes if outcome.sentence]
+    return "\n".join(["## Setup that each run recorded", "", *setups])
 
 
-def without_a_run(outcomes: Sequence[Outcome]) -> str:
-    """Rows that have no curve, and what stops them; an empty text if there are none."""
-    said = [
+def list_missing_runs(outcomes: Sequence[Outcome]) -> str:
+    """List the rows without a curve, with the reason; an empty text if there are none."""
+    reasons = [
         f"- {outcome.row.name}, {outcome.verdict}: {outcome.why}{_format_call(outcome)}"
         for outcome in outcomes
         if outcome.verdict not in ("same", "differs")
     ]
-    return "\n".join(["## Rows that did not run, and what stops them", "", *said]) if said else ""
+    return "\n".join(["## Layouts that did not run", "", *reasons]) if reasons else ""
 
 
 def _format_call(outcome: Outcome) -> str:
     call = outcome.row.stopping_call
-    return f" The call that stops it on CPU ranks: {call}." if call and outcome.verdict == "refused" else ""
+    return f" On CPU ranks it fails in {call}." if call and outcome.verdict == "refused" else ""
 
 
 def speed_table(speeds: Sequence[Speed]) -> str:
-    """Tokens a second and bytes at the peak, each beside what was predicted."""
+    """Format measured and predicted tokens/s and peak bytes."""
     lines = [
         "| framework | tokens/s, all ranks | predicted | tensors at the peak | predicted |",
         "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""A short run of each framework beside its prediction: tokens a second, and bytes at the peak."""
+"""Short runs of each framework, compared with their predictions: tokens/s and peak bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Speed:
 
 
 def make_plan(name: str, machine: Machine) -> ss.Plan:
-    """A Llama of 350 million parameters on all GPUs; of 2 million on two CPU ranks."""
+    """Return a plan of a 350M-parameter Llama on all GPUs, or of a 2M-parameter one on two CPU ranks."""
     cluster = machine.cluster
     if machine.on_gpus:
         per_rank, ranks = 4, cluster.num_gpus
@@ -55,9 +55,9 @@ def make_plan(name: str, machine: Machine) -> ss.Plan:
 
 
 def measure_speeds(machine: Machine, folder: Path, names: tuple[str, ...] | None = None) -> Iterator[Speed]:
-    """Yield the speed of one run after another, each as soon as it ended.
+    """Yield the speed of each run as soon as it ends.
 
-    ``names`` are of ``LAYOUTS``, by default all; one on CPU ranks, whose speed is of no use to anybody.
+    ``names`` are keys of ``LAYOUTS``, by default all; on CPU ranks only one, whose speed does not matter.
     """
     for name in names or (tuple(LAYOUTS) if machine.on_gpus else ("fsdp2",)):
         try:
@@ -84,7 +84,7 @@ def _read_speed(name: str, plan: ss.Plan, run: ss.Run) -> Speed:
         step = plan.step()
         predicted = step.tokens_per_second_per_gpu * plan.world_size
     except ValueError:
-        # A figure of this machine is not known; ss.calibrate() measures it.
+        # Some rate of this machine is unknown; ss.calibrate() measures it.
         predicted = None
     return Speed(
         name=name,

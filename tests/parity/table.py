@@ -1,4 +1,4 @@
-"""The rows of the parity table: who trains the same model, on how many ranks, spread in which way."""
+"""The rows of the parity table: frameworks, layouts, numbers of ranks and models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row:
     layout: Mapping[str, Any] = field(default_factory=dict)
     family: Family = "llama"
     trained: Trained = "all weights"
-    """What of the model; the rest is frozen."""
+    """Trained part of the model; the rest is frozen."""
     num_nodes: int = 1
     """More than one: nodes of a real cluster on this machine, with the same share of the ranks on each."""
     scheduler: Literal["slurm", "ray"] = "slurm"
@@ -38,17 +38,17 @@ class Row:
     num_micro_batches: int = 2
     """On each data-parallel rank: accumulation, or what a pipeline is filled with."""
     stopped_on_cpu: str = ""
-    """Words of the refusal that stops the row on CPU ranks; it is then held to be refused with them."""
+    """Part of the error that the row raises on CPU ranks; the row passes if it does."""
     stopping_call: str = ""
-    """The call, in a framework's own code, that a CPU rank would not come through."""
+    """The call in the framework's own code that fails on a CPU rank."""
     needs: tuple[str, ...] = ()
-    """What a machine may lack: a refusal that names one of them says "not here", and fails nothing."""
+    """Packages that a machine may lack: an error that names one of them is "not here", not a failure."""
     fast: bool = False
     """Whether the tests run it; ``make parity`` runs all."""
 
     @property
     def framework_name(self) -> str:
-        """Return the beginning of a record's sentence, in lower case."""
+        """Return the framework's name as in a recorded setup, in lower case."""
         return "deepspeed" if self.framework == "zero" else self.framework
 
     @property
@@ -60,8 +60,8 @@ class Row:
         return (*own, *(("bitsandbytes",) if packed else ()), *cluster)
 
     @property
-    def alone(self) -> Row:
-        """The single process that the row is held against; a name that rows of the same share."""
+    def reference(self) -> Row:
+        """Return the single process that the row is compared with; rows of one model share it."""
         what = "" if self.trained == "all weights" else f", {self.trained}"
         return Row(
             name=f"single {self.family}{what}",
@@ -73,7 +73,7 @@ class Row:
         )
 
     def plan(self, here: Cluster | None = None, **recipe: Any) -> Plan:
-        """The row's plan over ``num_ranks`` of the GPUs ``here``, or CPU ranks; fp32 unless told."""
+        """Return the plan on ``num_ranks`` of the GPUs ``here``, or on CPU ranks, in fp32 by default."""
         architecture = FAMILIES[self.family]()
         cluster = replace(
             here or Cluster.parse("1xcpu"),
@@ -87,14 +87,14 @@ class Row:
             "precision": "fp32",
             **TRAINED[self.trained],
         }
-        # One row a micro-batch divides among any ranks, so the degrees can be asked before it is chosen.
+        # The degrees are needed to choose the micro-batch; a micro-batch of one row is valid for any of them.
         ranks = Plan(architecture, cluster, Recipe(**sizes), layout).degrees.data_parallel
         rows = GLOBAL_ROWS // (ranks * self.num_micro_batches)
         return Plan(architecture, cluster, Recipe(**{**sizes, "micro_batch_size": rows, **recipe}), layout)
 
 
 def make_llama() -> Architecture:
-    """Make four layers, grouped heads, a gated MLP: a step of it takes milliseconds."""
+    """Build a Llama with four layers and grouped heads, which trains a step in milliseconds."""
     return Architecture(
         name="4-layer Llama",
         model_type="llama",
@@ -110,13 +110,13 @@ def make_llama() -> Architecture:
 
 
 def make_mixtral() -> Architecture:
-    """Make the same with four experts a layer, two of them for each token."""
+    """Build the same with four experts per layer, two of them active per token."""
     experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
     return replace(make_llama(), name="4-expert Mixtral", model_type="mixtral", mixture_of_experts=experts)
 
 
 def many_token_llama() -> Architecture:
-    """Of embedding and head two ranks have 2 MiB each: ZeRO writes no file under one."""
+    """Build a Llama whose embedding and head have 2 MiB per rank: ZeRO writes no file below 1 MiB."""
     return replace(make_llama(), name="Llama of 16,384 tokens", vocab_size=16_384)
 
 
@@ -130,7 +130,7 @@ TRAINED: Mapping[Trained, Mapping[str, Any]] = {
     "QLoRA": {"method": "qlora", **_ADAPTERS},
     "LoRA over int8": {"method": "lora", "quantization": "int8", **_ADAPTERS},
 }
-"""Of a recipe."""
+"""Fields of the recipe."""
 
 FAMILIES: Mapping[Family, Callable[[], Architecture]] = {
     "llama": make_llama,
@@ -236,8 +236,8 @@ ROWS: tuple[Row, ...] = (
         cp=2,
         stopped_on_cpu="Layout.cp is 2",
         stopping_call='DotProductAttention.__init__, which asserts "Context parallelism is only supported by '
-        'TEDotProductAttention!" (megatron/core/transformer/dot_product_attention.py); that one is '
-        "Transformer Engine's, with FlashAttention's and cuDNN's kernels alone (get_attention_backend)",
+        'TEDotProductAttention!" (megatron/core/transformer/dot_product_attention.py). TEDotProductAttention '
+        "is Transformer Engine's and has kernels of FlashAttention and cuDNN only (get_attention_backend)",
         # In 32 bits it has none on a GPU either: tests/gpu/test_megatron_context_gpu.py runs it in 16.
         needs=("Transformer Engine",),
     ),
@@ -246,9 +246,9 @@ ROWS: tuple[Row, ...] = (
 )
 
 QUICK: tuple[Row, ...] = tuple(row for row in ROWS if row.name in ("ddp(2)", "fsdp2(2)"))
-"""What a notebook shows on CPU ranks, in seconds."""
+"""Rows that run in seconds on CPU ranks, for the notebook."""
 
-ALONE_ON_A_GPU: tuple[Row, ...] = (
+ONE_GPU_ROWS: tuple[Row, ...] = (
     _make_row("ddp(1)", 1, "ddp"),
     _make_row("fsdp2(1)", 1, "fsdp2"),
     _make_row("zero-1(1)", 1, "zero", stage=1),
@@ -259,4 +259,4 @@ ALONE_ON_A_GPU: tuple[Row, ...] = (
     _make_row("fsdp2(1), QLoRA", 1, "fsdp2", trained="QLoRA"),
     _make_row("ddp(1), LoRA over int8", 1, "ddp", trained="LoRA over int8"),
 )
-"""Each engine's own path through one GPU: real kernels, no one to talk to."""
+"""Each engine on one GPU: real kernels without communication."""

@@ -14,21 +14,21 @@ from pathlib import Path
 from tests.parity import launches
 from tests.parity.comparison import Outcome
 from tests.parity.machine import Machine
-from tests.parity.report import format_line, format_table, speed_table, what_they_were, without_a_run
+from tests.parity.report import format_line, format_table, list_missing_runs, list_setups, speed_table
 from tests.parity.speed import Speed, measure_speeds
-from tests.parity.table import ALONE_ON_A_GPU, QUICK, ROWS, Row
+from tests.parity.table import ONE_GPU_ROWS, QUICK, ROWS, Row
 
 REPORT = "shardscope_report.md"
 
 
 def rows_for(machine: Machine) -> tuple[Row, ...]:
-    """Return the rows that fit on this machine's GPUs; with one GPU, each engine alone.
+    """Return the rows that fit on this machine's GPUs; with one GPU, each engine on one rank.
 
-    On CPU ranks a few of the table, for `make parity` runs all of it.
+    On CPU ranks only a few rows, because `make parity` runs all of them.
     """
     if not machine.on_gpus:
         return QUICK
-    return tuple(row for row in (*ALONE_ON_A_GPU, *ROWS) if row.num_ranks <= machine.num_ranks)
+    return tuple(row for row in (*ONE_GPU_ROWS, *ROWS) if row.num_ranks <= machine.num_ranks)
 
 
 def verify_rows(machine: Machine, folder: Path, rows: Sequence[Row] | None = None) -> list[Outcome]:
@@ -42,26 +42,26 @@ def verify_rows(machine: Machine, folder: Path, rows: Sequence[Row] | None = Non
 
 
 def print_speeds(machine: Machine, folder: Path, names: tuple[str, ...] | None = None) -> list[Speed]:
-    """Run each framework shortly, printing what came of it."""
+    """Run each framework for a few steps and print its speed."""
     done = []
     for speed in measure_speeds(machine, folder, names):
         done.append(speed)
-        said = speed.why or f"{speed.tokens_per_second:,.0f} tokens/s"
-        print(f"{speed.name:<10} {said}", flush=True)
+        result = speed.why or f"{speed.tokens_per_second:,.0f} tokens/s"
+        print(f"{speed.name:<10} {result}", flush=True)
     return done
 
 
 def write_report(machine: Machine, outcomes: Sequence[Outcome], measured: Sequence[Speed]) -> str:
-    """Return the report as Markdown, with nothing in it that names a host, a folder or a user."""
+    """Return the report as Markdown. It names no host, folder or user."""
     same = sum(outcome.holds and outcome.verdict == "same" for outcome in outcomes)
     parts = [
         "# Shardscope on this machine",
         f"{machine.device}. {machine.libraries}.",
-        f"## One loss curve: {same} of {len(outcomes)} rows equal the single process",
+        f"## Training parity: {same} of {len(outcomes)} rows equal the single process",
         format_table(outcomes),
-        what_they_were(outcomes),
-        without_a_run(outcomes),
-        "## Speed and memory, beside what was predicted",
+        list_setups(outcomes),
+        list_missing_runs(outcomes),
+        "## Measured and predicted speed and memory",
         speed_table(measured),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="shardscope-verify-") as scratch:
         try:
             outcomes = verify_rows(machine, Path(scratch))
-        except launches.NotAloneError as error:
+        except launches.ReferenceRunError as error:
             print(error, file=sys.stderr)
             return 2
         measured = print_speeds(machine, Path(scratch))

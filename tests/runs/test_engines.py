@@ -127,7 +127,7 @@ def test_hybrid_sharding_with_accumulation(reference_result: dict[str, Any], tmp
     result = on_ranks(2, plan, five_losses, tmp_path)[0]
     assert close(result["losses"], reference_result["losses"])
     assert result["engine"]["mesh_shape"] == [2, 1]
-    assert "sharded over 1 rank in each of 2 copies (gloo, cpu)" in result["engine"]["sentence"]
+    assert "sharded over 1 rank in each of 2 replicas (gloo, cpu)" in result["engine"]["sentence"]
 
 
 @sample(1)

@@ -171,8 +171,8 @@ def test_rank_memory_is_as_planned(name: str, rank_results: Any) -> None:
 @thorough()
 def test_the_engine_record_describes_each_layout(rank_results: Any) -> None:
     assert rank_results[0]["shard2 x tp2"]["engine"]["sentence"] == (
-        "FSDP2: all 39 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu), 30 of them cut over "
-        "2 tensor-parallel ranks, fp32 compute"
+        "FSDP2: all 39 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu), 30 of them "
+        "sharded over 2 tensor-parallel ranks, fp32 compute"
     )
     assert rank_results[3]["pp2 x vpp2 x shard2"]["engine"]["sentence"] == (
         "FSDP2: all 20 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu); pipeline stage 2 of "

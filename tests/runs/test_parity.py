@@ -46,8 +46,8 @@ def wrong_curve(ctx: StandInContext) -> dict[str, Any]:
     return _run_task(rank_training.Curve(SEED, NUM_STEPS, at_three_percent_more), ctx)
 
 
-def alone_curve(ctx: StandInContext) -> dict[str, Any]:
-    return _run_task(rank_training.Alone(SEED, NUM_STEPS), ctx)
+def reference_curve(ctx: StandInContext) -> dict[str, Any]:
+    return _run_task(rank_training.SingleProcess(SEED, NUM_STEPS), ctx)
 
 
 def _run_task(task: Any, ctx: StandInContext) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def reference_curves(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def find_curve(row: Row) -> Curve:
         if row.name not in known:
             folder = tmp_path_factory.mktemp(row.family)
-            known[row.name] = _make_curve(on_ranks(1, row.plan(), alone_curve, folder))
+            known[row.name] = _make_curve(on_ranks(1, row.plan(), reference_curve, folder))
         return known[row.name]
 
     return find_curve
@@ -73,10 +73,10 @@ def _make_curve(results: list[dict[str, Any]]) -> Curve:
     return Curve.of([line for result in results for line in result["lines"]], len(results))
 
 
-def find_outcome(row: Row, alone: Any, folder: Path, body: Any = train_curve) -> Outcome:
+def find_outcome(row: Row, reference: Any, folder: Path, body: Any = train_curve) -> Outcome:
     results = on_ranks(row.num_ranks, row.plan(), body, folder)
     records = {rank: result["records"] for rank, result in enumerate(results)}
-    return compare(row, row.plan(), alone(row.alone), _make_curve(results), records)
+    return compare(row, row.plan(), reference(row.reference), _make_curve(results), records)
 
 
 @pytest.mark.parametrize("row", few(FAST, ON_TWO_RANKS), ids=lambda row: row.name)
@@ -127,8 +127,8 @@ def test_deviations_fail_a_row() -> None:
         rank: {"engine": {"sentence": "DDP"}, "parity": {"held": held}} for rank in (0, 1)
     }
 
-    def compare_curves(own: Curve, alone: Curve = right, records: Any = records) -> Outcome:
-        return compare(row, plan, alone, own, records)
+    def compare_curves(own: Curve, reference: Curve = right, records: Any = records) -> Outcome:
+        return compare(row, plan, reference, own, records)
 
     assert compare_curves(make_curve(losses=[6.0, 5.00009, 4.0], num_ranks=2)).holds
     assert (

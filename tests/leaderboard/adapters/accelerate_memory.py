@@ -1,8 +1,8 @@
-"""``estimate-memory``, its column "Training using Adam".
+"""``estimate-memory``, column "Training using Adam".
 
-The command builds the model of a config from the Hub; here the config is the plan's own, and the rest is what
-its ``gather_data`` calls. Mixed precision is its float16 (huggingface.co/docs/accelerate, Model memory
-estimator).
+The command builds a model from a config of the Hub. Here the config is the plan's, and the functions that the
+command's ``gather_data`` calls are called directly. Mixed precision is its float16
+(huggingface.co/docs/accelerate, Model memory estimator).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def estimate(plan: Plan) -> Answer:
     """Return the memory to train the whole model on one device."""
     size, degrees = plan.recipe.micro_batch_size, plan.degrees
     refuse({
-        "counts a whole model on one device, no shards": (
+        "counts the whole model on one device, without sharding": (
             max(degrees.shard, degrees.tp, degrees.pp, degrees.ep, degrees.cp) > 1
         ),
         "transformers has no config of this model": plan.hf_config is None,

@@ -1,8 +1,8 @@
 """``calculon llm``, from the checkout that CALCULON_CHECKOUT names (PyPI's ``calculon`` is another project).
 
-Executions are as its validation against Megatron has them (validation/seqsel), the systems are its A100 and
-H100 with the row's links and without a limit of memory. Fused attention, which keeps no scores and computes
-them again, is its ``attn_only``.
+Executions are configured as in its validation against Megatron (validation/seqsel). The systems are its A100
+and H100, with the row's links and without a memory limit. Fused attention, which recomputes the scores, is
+its ``attn_only``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RECOMPUTE = {"none": "none", "selective": "attn_only", "full": "full"}
 def estimate(plan: Plan) -> Answer:
     """Return memory of a processor and the time of one batch."""
     arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
-    refuse({"models Megatron alone": plan.layout.framework != "megatron"})
+    refuse({"models Megatron only": plan.layout.framework != "megatron"})
     refuse_other_recipes(plan, ADAM, MIXED)
     refuse_other_recompute(plan)
     refuse({

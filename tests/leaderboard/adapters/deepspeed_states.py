@@ -1,9 +1,9 @@
 """``estimate_zero2_model_states_mem_needs`` and ``estimate_zero3_model_states_mem_needs``.
 
 They estimate "params, optim states and gradients", with the plan's offload. Parameters and the largest module
-are counted as their ``model_to_params`` does (deepspeed.readthedocs.io, Memory Requirements). For ZeRO-3 they
-add what gathering the largest module takes, and return it by itself too: it is subtracted, for model states
-have no gather buffers.
+are counted as by their ``model_to_params`` (deepspeed.readthedocs.io, Memory Requirements). For ZeRO-3 they
+add the memory to all-gather the largest module, and also return it separately: it is subtracted, because
+model states do not include gather buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from protocol import ADAM, MIXED, Answer, Plan, refuse, refuse_other_recipes, se
 def estimate(plan: Plan) -> Answer:
     """Return the bytes of model states on one GPU."""
     layout, machines = plan.layout, (plan.gpus_per_node, plan.num_nodes)
-    refuse({"has functions for ZeRO-2 and ZeRO-3": layout.framework != "deepspeed" or layout.stage < 2})
+    refuse({"has functions for ZeRO-2 and ZeRO-3 only": layout.framework != "deepspeed" or layout.stage < 2})
     on_cpu, params_on_cpu = bool(layout.offload_optimizer), bool(layout.offload_params)
     refuse({
         "has no other parallelism": max(layout.tp, layout.pp, layout.ep) > 1,

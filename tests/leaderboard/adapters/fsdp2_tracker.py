@@ -1,9 +1,9 @@
-"""torch's ``FSDPMemTracker`` around transformers' model, sharded by ``fully_shard``, on fake tensors.
+"""torch's ``FSDPMemTracker`` with transformers' model, sharded by ``fully_shard``, on fake tensors.
 
-It is no formula: it runs the model's operators, as a rehearsal does. It tracks two steps and reports the
-second one's peak, for which the optimizer's states exist from the start. The process group is torch's fake
-one, and the tensors are on the CPU, whose fused attention saves what the GPU's does. transformers is told
-that the tensors are real: for fake ones it makes masks that no real run has.
+It runs the model's operators, as a rehearsal does, instead of a formula. It tracks two steps; the peak is the
+second one's, when the optimizer's states exist from the start. The process group is torch's fake one, and the
+tensors are on the CPU, whose fused attention saves the same tensors as the GPU's. transformers' check for
+fake tensors is disabled, because it creates attention masks for them that no real run has.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 def estimate(plan: Plan) -> Answer:
     """Return the peak of all tensors of one rank."""
     layout, recipe, degrees = plan.layout, plan.recipe, plan.degrees
-    refuse({"tracks memory, no time": plan.is_timed, "tracks FSDP2": layout.framework != "fsdp2"})
+    refuse({"tracks memory only": plan.is_timed, "tracks FSDP2 only": layout.framework != "fsdp2"})
     refuse({
-        "is asked without tensor, pipeline, context or expert parallelism": (
+        "set up without tensor, pipeline, context or expert parallelism": (
             max(degrees.tp, degrees.pp, degrees.cp, degrees.ep) > 1
         ),
-        "is asked without offload": layout.offload is not None,
-        "is asked with all layers recomputed or none": (
+        "set up without offload": layout.offload is not None,
+        "set up with all layers recomputed or none": (
             recipe.recompute not in ("none", "full") or recipe.recompute_interval > 1
         ),
-        "is asked with transformers' own modules, attention by SDPA, and loss": (
+        "set up with transformers' own modules, SDPA and full loss": (
             (recipe.kernels or "transformers") != "transformers"
             or (recipe.attention or "sdpa") != "sdpa"
             or (recipe.loss or "full") != "full"
         ),
-        "is asked with one micro-batch: CPU tensors keep no buffers of an earlier one's reduction": (
+        "set up with one micro-batch: on the CPU no reduction buffers of an earlier one stay": (
             plan.num_micro_batches > 1
         ),
-        "is asked without experts, which the CPU multiplies by other kernels": (
+        "set up without experts, whose matmuls use other kernels on the CPU": (
             plan.architecture.mixture_of_experts is not None
         ),
-        "is asked without packing and dropout": recipe.packing or recipe.dropout > 0,
+        "set up without packing and dropout": recipe.packing or recipe.dropout > 0,
         "transformers has no config of this model": plan.hf_config is None,
     })  # fmt: skip
     refuse_other_recipes(plan, ADAM, ("bf16-mixed",))

@@ -1,8 +1,8 @@
 """``LLMAnalysis.training``.
 
-Its README names 0.5 as the flops efficiency of large training and 0.9 for memory, has a table of ``ds_zero``
-for DDP, ZeRO and FSDP, and says to describe other GPUs by their datasheets. Gated MLPs are 1.5 times as wide,
-as its own configs have them (11,008 of Llama-2-7b is 16,384 there).
+Inputs follow its README: 0.5 as the FLOPS efficiency of large training runs and 0.9 as the memory efficiency,
+its table of ``ds_zero`` for DDP, ZeRO and FSDP, and datasheet values for other GPUs. Gated MLPs are 1.5 times
+as wide, as in its own configs (Llama-2-7b's 11,008 are 16,384 there).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``PerfLLM.analysis_mem`` and ``PerfLLM.analysis_cost``, from the checkout that SIMUMAX_CHECKOUT names.
 
-By docs/model.md, strategy.md and system.md. B200 have its own system file; other GPUs the nearest of its two,
-which system.md calls "usually better than writing a new one", with the row's datasheet and links. fp16 is
-counted as bf16, which has as many bytes. It also estimates reserved memory, which is compared with nvidia-
-smi's.
+Inputs follow its docs/model.md, strategy.md and system.md. B200 uses its own system file; other GPUs use the
+closest of its two ("usually better than writing a new one", system.md), with the row's datasheet and links.
+fp16 is estimated as bf16, which has the same sizes. It also estimates reserved memory, which is compared with
+nvidia-smi's figure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RECOMPUTE = {"none": None, "selective": "sdp_only", "full": "full_block"}
 
 def estimate(plan: Plan) -> Answer:
     """Return memory of the fullest stage and the duration of one iteration."""
-    refuse({"models Megatron alone": plan.layout.framework != "megatron"})
+    refuse({"models Megatron only": plan.layout.framework != "megatron"})
     refuse_other_recipes(plan, ADAM, (*MIXED, "fp8-mixed"))
     refuse_other_recompute(plan)
     refuse({"has no precision-aware optimizer": plan.layout.use_precision_aware_optimizer})
@@ -66,7 +66,10 @@ def _describe_strategy(plan: Plan) -> StrategyConfig:
     recipe, layout, degrees, stages = plan.recipe, plan.layout, plan.degrees, plan.stage_layers
     is_uneven, kind = len(set(stages)) > 1, recipe.recompute
     refuse(
-        {"has uneven layers in the first and the last stage only": is_uneven and len(set(stages[1:-1])) > 1}
+        {
+            "allows uneven layers in the first and the last stage only": is_uneven
+            and len(set(stages[1:-1])) > 1
+        }
     )
     reduces_in_half = layout.grad_reduce_in_fp32 is False or (
         layout.grad_reduce_in_fp32 is None and recipe.precision == "fp16-mixed"
@@ -95,7 +98,7 @@ def _describe_model(plan: Plan) -> ModelConfig:
     more: dict[str, Any] = {}
     if experts:
         apart = experts.decoder_sparse_step > 1 or experts.mlp_only_layers
-        refuse({"has dense layers only before those with experts": apart})
+        refuse({"allows dense layers only before those with experts": apart})
         more |= {
             "expert_num": experts.num_experts, "topk": experts.num_experts_per_tok,
             "moe_ffn_hidden_size": experts.moe_intermediate_size,

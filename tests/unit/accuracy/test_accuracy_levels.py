@@ -72,12 +72,12 @@ def test_fits_predictions_are_more_accurate_than_always_fits(score: MemoryScore)
     assert len(out_of_memory) >= 7
     assert sum(not fit.predicted for fit in out_of_memory) >= 6
     assert sum(fit.ran and not fit.predicted for fit in score.fits) == 0
-    assert sum(not fit.alone for fit in out_of_memory) >= 4
-    assert sum(fit.ran and not fit.alone for fit in score.fits) <= 6
+    assert sum(not fit.product for fit in out_of_memory) >= 4
+    assert sum(fit.ran and not fit.product for fit in score.fits) <= 6
     # Plans close to the limit have a warning: nearly all rows out of memory, hardly any that ran.
     assert sum(fit.warned for fit in out_of_memory) >= 6
     assert sum(fit.warned and fit.ran for fit in score.fits) <= 0.1 * len(score.fits)
-    assert all(fit.warned for fit in score.fits if not fit.alone)
+    assert all(fit.warned for fit in score.fits if not fit.product)
     correct = sum(fit.ran == fit.predicted for fit in score.fits)
     assert correct >= 0.98 * len(score.fits)
     assert correct > sum(fit.ran for fit in score.fits)
@@ -91,9 +91,10 @@ def test_90_percent_of_allocated_rows_are_within_5_percent(score: MemoryScore) -
 
 def test_90_percent_of_allocated_rows_without_own_code_are_within_5_percent(score: MemoryScore) -> None:
     """Predictions of ``plan.memory()`` alone, without modelled code of the publishers."""
-    rows = [row for row in score.scored if find_kind(row.mapped.row) == "allocated" and not row.is_described]
+    allocated = [row for row in score.scored if find_kind(row.mapped.row) == "allocated"]
+    rows = [row for row in allocated if not row.has_publisher_code]
     assert len(rows) >= 10
-    assert all(row.predicted == row.alone for row in rows)
+    assert all(row.predicted == row.product for row in rows)
     assert compute_percentile(sort_absolute_errors(rows), 0.9) <= 0.05
 
 

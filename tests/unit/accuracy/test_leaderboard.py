@@ -56,11 +56,11 @@ def test_the_page_first_says_that_none_is_better() -> None:
     assert page.split("\n\n")[1].startswith("No other estimator is better")
 
 
-def test_refused_and_missing_rows_are_counted() -> None:
-    """A row without an answer is a refusal as well: nothing is left out of a table."""
+def test_rows_without_an_estimate_are_counted() -> None:
+    """A row without an answer is counted too: no row is left out of a table."""
     page = write_page([TABLE], ESTIMATORS, {"calculon": answer(plan_0=120.0, plan_1="no A", plan_2="no A")})
     assert re.search(r"\| calculon \| 1 \| 3 \| 20\.0 % \| 10\.0 % \|", page)
-    refusals = page.partition("## What calculon refused")[2]
+    refusals = page.partition("## Rows without an estimate by calculon")[2]
     assert "| Peaks | 2 | no A |" in refusals
     assert "| Peaks | 1 | its process ended before this row |" in refusals
 
@@ -79,7 +79,7 @@ def test_the_contents_have_every_adapter_and_every_link_a_heading() -> None:
     headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
     assert links == {heading: make_anchor(heading) for heading in headings}
     for estimator in ESTIMATORS:
-        assert f"What {estimator.name} refused" in links
+        assert f"Rows without an estimate by {estimator.name}" in links
         assert f"| {estimator.name} | 1.0 | {estimator.text} |" in page
 
 

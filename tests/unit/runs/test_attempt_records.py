@@ -102,7 +102,7 @@ def test_commands_of_an_earlier_attempt_are_not_obeyed_again(folder: RunFolder) 
         (RUNNING, True, "ending", "time limit"),
         (RUNNING._replace(state="COMPLETING", reason="TimeLimit"), False, "ending", "time limit"),
         (RUNNING._replace(state="COMPLETING"), False, "cancelled", ""),
-        (None, False, "ending", "cannot be asked"),
+        (None, False, "ending", "does not answer"),
     ],
 )
 def test_a_signal_means_what_slurm_says(

@@ -178,7 +178,7 @@ def test_parameters_that_stay_gathered_help_all_gathers_only() -> None:
         ss.Layout.fsdp2(shard=8),
     )
     suggestion = suggest_change(sharded, "dp_all_gather")
-    assert suggestion is not None and suggestion.text.startswith("keep parameters gathered")
+    assert suggestion is not None and suggestion.text.startswith("keep parameters all-gathered")
     assert suggestion.plan.layout == replace(sharded.layout, reshard_after_forward=False)
     of_gradients = suggest_change(sharded, "dp")
     assert of_gradients is None or "gathered" not in of_gradients.text

@@ -118,7 +118,7 @@ def _describe_attempt(folder: RunFolder, *, is_latest: bool) -> dict[str, object
 
 
 def _find_end_without_lead(folder: RunFolder) -> dict[str, object]:
-    """Return the end of an attempt of which node 0 has written none, from what other nodes wrote."""
+    """Return the end of an attempt by the files of other nodes, if node 0 has written none."""
     ends = [record for node in folder.list_nodes() if (record := read_json(node.ended)) is not None]
     failed = next((end for end in ends if end.get("status") == "failed"), None)
     if failed is not None:

@@ -1,4 +1,4 @@
-"""The nodes of a scheduler's run and its job, as its folder has them. Anybody may have written the folder."""
+"""Nodes and job of a scheduler's run, read from its folder, which another user may have written."""
 
 from __future__ import annotations
 

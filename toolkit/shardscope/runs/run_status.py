@@ -112,7 +112,7 @@ class RunStatus:
         return [{key: record.get(key) for key in ("time", "status", "reason")} for record in records]
 
     def _conclude(self, end: dict[str, object]) -> dict[str, object]:
-        """Return how a run ended that nobody has written; delete its task, as no node is left to do that.
+        """Return the end of a run whose nodes recorded none, and delete its task in place of a node.
 
         On one machine the lease of the run's launcher does.
         """

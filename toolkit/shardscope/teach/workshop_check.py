@@ -309,7 +309,7 @@ def execute_notebook(notebook: Path) -> bool:
     ]
     done = subprocess.run([*command, str(notebook)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["nbconvert said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["nbconvert printed no message"])[-1]
         check = Check(name="a notebook's kernel", ok=False, found=last, fix=CLONE_FIX)
         print(CheckTable((*check_machine(notebook.parent).checks, check)))
         return False

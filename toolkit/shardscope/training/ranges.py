@@ -54,7 +54,7 @@ class Ranges:
             self._hooks.append(layer.register_forward_hook(self._make_closing_hook(name), always_call=True))
 
     def end(self) -> None:
-        """Name nothing any more, but what was named before."""
+        """Remove the hooks, and restore the ranges that were active before :meth:`begin`."""
         global _open_range
         _open_range = self._before
         for hook in self._hooks:

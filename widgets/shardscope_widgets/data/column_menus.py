@@ -1,4 +1,4 @@
-"""Menus that say what the columns of a data source are, where their names alone do not tell."""
+"""Menus that assign columns of a data source whose names are not known."""
 
 from __future__ import annotations
 

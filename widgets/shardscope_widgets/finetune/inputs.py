@@ -29,7 +29,7 @@ from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.pickers.base import Picker, Row
 
 METHODS = {
-    "lora": ("LoRA", "Small adapters beside the frozen weights"),
+    "lora": ("LoRA", "Small adapters added to the frozen weights"),
     "full": ("Full", "All weights; takes the most memory"),
     "qlora": ("QLoRA", "Adapters over weights in 4 bits; takes the least memory"),
 }

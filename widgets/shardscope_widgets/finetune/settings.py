@@ -40,7 +40,8 @@ REASONS = {
     "bad_rows": "A row that cannot be trained on: leave it out and count it, refuse the data, or leave out "
     "only what the sequence length cuts before its answer.",
     "validation": "A share of the rows, a data file, or none. The weights with the lowest loss are kept.",
-    "samples": "What the model is asked before, during and after training, one a line; empty: from the data.",
+    "samples": "Prompts that the model answers before, during and after training, one per line; empty: from "
+    "the data.",
 }
 """Reasons for fields whose value does not follow from plan and data."""
 MENUS: dict[str, dict[str, object]] = {

@@ -95,7 +95,7 @@ class Chart(go.FigureWidget):
 
     @property
     def words(self) -> str:
-        """What is said below its saved picture; empty without."""
+        """Caption of the saved picture; may be empty."""
         return ""
 
     def __init__(self, *args: object, **kwargs: object) -> None:

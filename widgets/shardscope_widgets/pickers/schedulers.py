@@ -54,7 +54,7 @@ class Queue:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """An engine that people already run on their machines."""
+    """A scheduler that may be available here, such as Slurm or Ray."""
 
     name: str
     is_present: Callable[[], bool]

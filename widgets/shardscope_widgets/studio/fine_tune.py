@@ -61,7 +61,7 @@ class FineTuneTab:
         return page
 
     def use_form(self) -> None:
-        """Plan what the form leads to, and launch its task while it is the form's turn."""
+        """Use the form's plan, and its task while the fine-tune form is active."""
         page = self.page
         if page is None:
             return

@@ -14,7 +14,7 @@ from shardscope_widgets.studio.inputs import StudioInputs
 
 
 class PlanChanges:
-    """Applies plans by ``apply(plan)``, and says in ``notice`` what was done."""
+    """Applies plans by ``apply(plan)``, and shows in ``notice`` what has changed."""
 
     def __init__(self, inputs: StudioInputs, notice: Notice, apply: Callable[[ss.Plan], None]) -> None:
         self._inputs, self._notice, self._apply = inputs, notice, apply

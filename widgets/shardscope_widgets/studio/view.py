@@ -503,7 +503,7 @@ class Studio(View):
         self.notice.show_message(str(error) or type(error).__name__, actions, is_error=True)
 
     def _use_ended_run(self, measured: MeasuredRun | None) -> None:
-        """Compare the plan with a run that has ended; plans and launches follow what it leaves."""
+        """Compare the plan with a run that has ended, and update the launch button and the checks."""
         self._offer_launch()
         if measured is not None:
             self._show_measured(measured)

@@ -19,7 +19,7 @@ from shardscope_widgets.teach.teaching_view import render_key, write_heading
 NOTES = {
     "forward": "The number is the micro-batch",
     "backward": "With recomputation, if the plan has any",
-    "send": "The stage waits for a transfer from or to its neighbour",
+    "send": "The stage waits for a transfer from or to an adjacent stage",
     "communication": "Collectives that overlap with no arithmetic",
     "bubble": "The stage waits for others",
     "update": "All-gathers and reductions of the training state that overlap with nothing, and the optimizer",

@@ -14,7 +14,7 @@ from shardscope_widgets.kit.saved.chart_svg import draw_svg
 
 @dataclass(frozen=True)
 class Frame:
-    """What one step changes of the figure, and what is said about it."""
+    """Changes of the figure in one step, and the step's caption."""
 
     words: str
     traces: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class SteppedChart(Chart):
 
     @property
     def words(self) -> str:
-        """What is said about the shown step."""
+        """Caption of the shown step."""
         return str(self._frames[self.step]["words"]) if self._frames else ""
 
     def to_svg(self) -> str:

@@ -21,7 +21,7 @@ CHOOSE = "Choose the run to compare this trace with."
 
 
 class OtherRuns:
-    """The runs beside one run whose traces can be compared with its own, and the one that is chosen."""
+    """The runs in a run's folder whose traces can be compared with its own, and the selected one."""
 
     def __init__(self, trace: Trace, run: ss.Run | None) -> None:
         self._trace, self._run = trace, run

@@ -201,7 +201,7 @@ def test_a_preview_shows_the_rows_for_which_a_run_refuses_the_data() -> None:
     assert f"Row 2: seq_len={start - 1} cuts off its completion, which begins at token {start}" in message
     assert f"Nearest fix: Recipe(seq_len={longest}), which keeps it, or Finetune(bad_rows='skip')" in message
     assert [row.index for row in shown.rows] == [0, 1, 2] and not any(shown.rows[1].bears_loss)
-    assert "A run refuses these data: 1 row without" in shown.sentences[1] and "row 2" in shown.to_html()
+    assert "1 row without" in shown.sentences[1] and "row 2" in shown.to_html()
     # One more token is enough, and a shorter sequence than the completion's start is no fix.
     assert preview_rows(rows, seq_len=start).refusal is None
     unfixed = preview_rows(rows, seq_len=start - 2, max_seq_len=start - 1).refusal

@@ -69,7 +69,7 @@ class TrainingState(NamedTuple):
     """Gradients after backward, until the optimizer has used them."""
     optimizer: Term
     """Moments, and the fp32 main copies that the framework keeps besides the module."""
-    gather_forward: Term = zero_term("nothing is gathered")
+    gather_forward: Term = zero_term("nothing is all-gathered")
     """All-gathered parameters and staging buffers at the end of forward, when activations are largest."""
     optimizer_working: Term = zero_term("this optimizer step updates in place")
     """Temporaries of the optimizer step, counted as ``optimizer``."""

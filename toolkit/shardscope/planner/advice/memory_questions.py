@@ -113,7 +113,7 @@ def ask_sharded_optimizer(path: QuestionPath) -> None:
         "gathered_once",
         layout_ladder.build_sharded_optimizer(path.evaluator.cluster),
         f"With gradients and optimizer split over {_count_ranks(path)}, weights whole?",
-        "ZeRO-2, which is FSDP2 with reshard_after_forward=False: weights are gathered once for a "
+        "ZeRO-2, which is FSDP2 with reshard_after_forward=False: weights are all-gathered once for a "
         "micro-batch and not twice, so it moves less than full sharding.",
     )
 
@@ -130,8 +130,8 @@ def ask_full_sharding(path: QuestionPath) -> None:
         "sharded",
         layout_ladder.build_fully_sharded(path.evaluator.cluster),
         "With the weights split as well?",
-        "Full sharding (FSDP2, ZeRO-3): each layer is gathered when it runs and freed after it, in forward "
-        "and again in backward.",
+        "Full sharding (FSDP2, ZeRO-3): each layer is all-gathered when it runs and freed after it, in "
+        "forward and again in backward.",
     )
 
 

@@ -42,7 +42,7 @@ class Draft:
 
 
 def _ignore_progress(message: str, fraction: float) -> None:
-    """Do nothing: nobody asked for the progress."""
+    """Ignore the progress, if no callback was given."""
 
 
 class QuestionPath:

@@ -255,7 +255,7 @@ def _check_model(before: Plan, now: Plan) -> Iterator[Finding]:
         why=f"The checkpoint holds {before.architecture.name} ({before.architecture.num_parameters:,} "
         f"parameters), this plan trains {now.architecture.name} ({now.architecture.num_parameters:,}).",
         number=float(before.architecture.num_parameters),
-        change=f"Train {before.architecture.name}, or start anew",
+        change=f"Train {before.architecture.name}, or start from the beginning",
         plan=replace_parts(now, architecture=before.architecture),
     )
 
@@ -273,7 +273,7 @@ def _check_weights(before: Plan, now: Plan) -> Iterator[Finding]:
         severity="danger",
         why=f"The checkpoint holds {was}, and this plan trains {wanted}.",
         number=None,
-        change=f"Train {was}, or start anew",
+        change=f"Train {was}, or start from the beginning",
         plan=replace_plan_fields(now, recipe={name: getattr(before.recipe, name) for name in fields}),
     )
 
@@ -338,7 +338,7 @@ def _suggest_base(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     # The same folder with other contents: no field of the task can restore them.
     folder = was.get("weights")
     if folder == now.get("weights"):
-        return "Put back the weights that were there before, or start anew"
+        return "Put back the weights that were there before, or start from the beginning"
     return f"{'Finetune with ' if 'seed' in now else ''}weights={folder!r}, as before"
 
 

@@ -44,7 +44,7 @@ def check_repeated_all_gathers(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="gathers-again-though-room",
         severity="hint",
-        why="Keeping gathered parameters from forward to backward would take "
+        why="Keeping all-gathered parameters from forward to backward would take "
         f"{format_gib(fixed.memory.peak_bytes)} of {format_gib(fixed.memory.usable_bytes)} GiB, and a step "
         f"{format_seconds(won)} less ({format_percent(case.compute_gain(fixed))}).",
         number=won,

@@ -130,7 +130,7 @@ def find_small_reference(num_weights: float) -> Reference | None:
     if not SMALL_FROM <= num_weights <= REFERENCES[0].num_parameters / NEAR:
         return None
     rate = 0.003239 - 0.0001395 * math.log(num_weights)
-    name = f"a model of {num_weights / 1e6:.2g}M weights beside embeddings"
+    name = f"a model of {num_weights / 1e6:.2g}M weights without embeddings"
     return Reference(
         name, num_weights, SMALL_BATCH_TOKENS, float(f"{rate:.2g}"), "Kaplan et al. 2020, equation D.1"
     )

@@ -54,7 +54,11 @@ def read_end_notice(job_id: str, attempt: int, *, is_warning: bool) -> EndNotice
         job = None
     if job is None:  # Save what can be saved; a job that was cancelled is not requeued.
         seconds = UNLIMITED_SECONDS if is_warning else _find_kill_seconds()
-        return EndNotice("ending", f"Slurm ends job {job_id}, and cannot be asked why", seconds)
+        return EndNotice(
+            "ending",
+            f"Slurm ends job {job_id}; its reason is not known, because Slurm does not answer",
+            seconds,
+        )
     if job.restarts >= attempt:
         why = f"Slurm has put job {job_id} back into the queue (preemption or scontrol requeue)"
         return EndNotice("requeued", why, _find_kill_seconds())

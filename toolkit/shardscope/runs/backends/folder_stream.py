@@ -75,14 +75,14 @@ def stays(name: str, size: int) -> bool:
 
 
 def advance(states: dict[str, State], chunks: Iterable[Chunk]) -> None:
-    """Change what a copy has by the chunks that it has received."""
+    """Update the states of a copy's files after it has received ``chunks``."""
     for chunk in chunks:
         end = chunk.offset + len(chunk.data)
         states[chunk.name] = State(end, 0, end) if grows(chunk.name) else State(end, chunk.time, chunk.size)
 
 
 class FolderSource:
-    """Reader of what another copy of a folder lacks; ``selects(name)`` chooses the files.
+    """Reader of the bytes that another copy of a folder lacks; ``selects(name)`` chooses the files.
 
     ``limit(name, size)`` returns how many bytes may be read of a file that grows, at most ``size``.
     """

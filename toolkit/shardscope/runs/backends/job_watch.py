@@ -63,7 +63,7 @@ class JobWatch:
         job, is_answered, problem = self._get_answer(job_id)
         before = f"{recorded}; " if recorded else ""
         if problem:
-            reason = f"{before}job {job_id}; Slurm cannot be asked now: {problem}"
+            reason = f"{before}job {job_id}; Slurm does not answer: {problem}"
             return {"status": "queued", "reason": reason}
         if not is_answered:
             return {"status": "queued", "reason": recorded or f"job {job_id}"}

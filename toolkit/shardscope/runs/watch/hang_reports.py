@@ -1,4 +1,4 @@
-"""Reports of the hang detection: where the ranks of one node stand, and the text for those of all nodes."""
+"""Reports of the hang detection: the position of each rank of a node, and the text for all nodes."""
 
 from __future__ import annotations
 

@@ -66,5 +66,5 @@ class StackRequests:
             return read_tail_text(path, min(num_bytes, MAX_BYTES))
         pid = (read_json(self.folder.rank(rank)) or {}).get("pid")
         if isinstance(pid, int) and read_process_state(pid) in ("T", "t"):
-            return f"process {pid} is stopped, by SIGSTOP or a debugger, and cannot tell: kill -CONT {pid}\n"
+            return f"process {pid} is stopped by SIGSTOP or a debugger, without a stack: kill -CONT {pid}\n"
         return NO_REPLY

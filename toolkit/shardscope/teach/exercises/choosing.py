@@ -68,7 +68,7 @@ EXERCISES = (
                 ),
                 Mistake(
                     lambda: 100 * compute_exposed_ms() / COMMUNICATION_MS,
-                    "That is the exposed share of the communication. Asked for is the share of the step.",
+                    "That is the exposed share of the communication. The question is about the step.",
                 ),
                 Mistake(
                     lambda: 100 * compute_exposed_ms() / (COMPUTE_MS + COMMUNICATION_MS + IDLE_MS),

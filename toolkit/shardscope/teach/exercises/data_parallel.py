@@ -68,7 +68,8 @@ EXERCISES = (
                 ),
                 Mistake(lambda: 14.0, "That is one of the two halves: reduce-scatter, then all-gather."),
                 Mistake(
-                    lambda: compute_ring_bytes(16.0, 8) * 8, "That is all ranks together. One is asked for."
+                    lambda: compute_ring_bytes(16.0, 8) * 8,
+                    "That is all ranks together. The question is about one rank.",
                 ),
             ),
         ),

@@ -61,8 +61,8 @@ EXERCISES = (
                 ),
                 Mistake(
                     lambda: 100 * (STAGES - 1) / (CHUNKS * MICRO_BATCHES + STAGES - 1),
-                    "That is the share of the whole time, bubble included. Asked is (p - 1) / (v m), the "
-                    "share of the work.",
+                    "That is the share of the whole time, bubble included. The question is about "
+                    "(p - 1) / (v m), the share of the work.",
                 ),
                 Mistake(
                     lambda: 100 * (CHUNKS * STAGES - 1) / MICRO_BATCHES,

@@ -30,7 +30,7 @@ MIN_GAIN = 0.01
 """Minimum predicted gain of a suggested change, as a share of the step."""
 
 _LAYOUT_TEXTS = {
-    "reshard_after_forward": "keep parameters gathered after forward (reshard_after_forward=False)",
+    "reshard_after_forward": "keep parameters all-gathered after forward (reshard_after_forward=False)",
     "overlap_comm": "overlap communication (overlap_comm=True)",
     "offload": "keep the training state on the GPU",
     "offload_optimizer": "keep the optimizer on the GPU",

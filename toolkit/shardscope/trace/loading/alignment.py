@@ -245,8 +245,8 @@ def _note_differing_clocks(ranks: list[RankColumns], shifts: list[int], notes: l
             late[get_rank(rank)] = offset.median_ns / 1e9
     if late:
         notes.append(
-            f"collectives end apart, so clocks differ from that of rank {get_rank(ranks[0])}: "
-            f"{_list_moves(late)}. Fix: Trace.load(..., align='collectives')"
+            "ranks end the same collectives at different times, so clocks differ from that of rank "
+            f"{get_rank(ranks[0])}: {_list_moves(late)}. Fix: Trace.load(..., align='collectives')"
         )
 
 

@@ -177,7 +177,7 @@ def _number_ranks(ranks: list[RankColumns]) -> None:
 
 
 def list_oddities(ranks: list[RankColumns]) -> list[str]:
-    """Return what was left out or corrected in the files, with counts and ranks."""
+    """Return notes on events that were left out or corrected, with counts and ranks."""
     notes = []
     for what in dict.fromkeys(what for rank in ranks for what in rank.texts.oddities):
         of = [rank for rank in ranks if rank.texts.oddities.get(what)]

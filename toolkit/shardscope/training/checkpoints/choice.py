@@ -116,7 +116,7 @@ def check_any_usable(choice: Choice, field: str) -> None:
             True,
             f"a checkpoint that your own launches on this machine saved. {choice.notice[:1].upper()}"
             f"{choice.notice[1:].rstrip('.')}",
-            f"resume={str(choice.skipped[0].path)!r}, or resume=False to start anew",
+            f"resume={str(choice.skipped[0].path)!r}, or resume=False to start from the beginning",
         )
 
 

@@ -1,4 +1,4 @@
-"""Rows of local files: where each row stands, and copies in which unreadable lines are empty rows.
+"""Rows of local files: the position of each row, and copies in which unreadable lines are empty rows.
 
 Imports neither torch nor ``datasets``.
 """

@@ -205,7 +205,7 @@ class Preview:
                 f"{MAX_CHARACTERS:,} characters is estimated from its beginning."
             )
         if self.refusal is not None:
-            lines.insert(1, f"A run refuses these data: {self.refusal.summary}.")
+            lines.insert(1, f"A run with these data raises an error: {self.refusal.summary}.")
         if self.seq_len is not None:
             if counts.num_truncated_rows:
                 lines.append(

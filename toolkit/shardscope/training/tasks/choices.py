@@ -455,8 +455,8 @@ def choose_rank(plan: Plan) -> Reasoned:
     """Return the rank of the adapters."""
     return Reasoned(
         DEFAULT_LORA_RANK,
-        "With adapters on all layers, ranks from 8 to 256 ended alike (Dettmers et al. 2023, appendix A.1); "
-        "this one costs little memory.",
+        "With adapters on all layers, ranks from 8 to 256 gave equal results (Dettmers et al. 2023, "
+        "appendix A.1); this one costs little memory.",
     )
 
 

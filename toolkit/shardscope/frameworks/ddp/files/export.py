@@ -27,7 +27,7 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
     # accelerate 1.15, commands/launch.py: launch_command has no launcher for CPU ranks. simple_launcher runs
     # the script once, or under mpirun if there is an MPI hostfile.
     if kind == "MULTI_CPU":
-        why = "on CPUs accelerate launch starts one process, however many it is told, unless under MPI."
+        why = "on CPUs accelerate launch starts one process, whatever num_processes is, unless under MPI."
         launch = [*list_absent_files(why)]
     packages = [*PACKAGES, "peft>=0.17"] if plan.recipe.method == "lora" else PACKAGES
     return [

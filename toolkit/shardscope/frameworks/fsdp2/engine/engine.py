@@ -208,14 +208,15 @@ class Fsdp2Engine(TorchEngine):
         return record
 
     def describe_built(self, record: Mapping[str, object], where: str) -> str:
-        copies = f" in each of {record['replicate']} copies" if self.plan.degrees.replicate > 1 else ""
-        home = " and kept in host memory" if record["parameters_on"] != self.ctx.device.type else ""
-        cut = ""
+        replicas = f" in each of {record['replicate']} replicas" if self.plan.degrees.replicate > 1 else ""
+        home = " in host memory" if record["parameters_on"] != self.ctx.device.type else ""
+        by_tp = ""
         if "tp" in record:
-            cut = f", {record['num_tensors_cut_by_tp']} of them cut over {record['tp']} tensor-parallel ranks"
+            count, tp = record["num_tensors_cut_by_tp"], record["tp"]
+            by_tp = f", {count} of them sharded over {tp} tensor-parallel ranks"
         return (
             f"{Fsdp2Layout.title}: all {record['num_sharded_tensors']} parameter tensors are DTensors, "
-            f"sharded over {format_count(self.num_shards, 'rank')}{copies} {where}{home}{cut}"
+            f"sharded over {format_count(self.num_shards, 'rank')}{replicas} {where}{home}{by_tp}"
         )
 
     def gathered_tensors(self) -> Iterator[torch.Tensor]:

@@ -26,4 +26,4 @@ def compute_host_memory(plan: Plan) -> Term:
         return compute_fp32_model(plan, plan.architecture.num_parameters, where)
     if plan.recipe.base_quantization is not None:
         return compute_quantized_model(plan, where)
-    return zero_term("built on the meta device, and drawn shard by shard on the GPU")
+    return zero_term("built on the meta device, and initialized shard by shard on the GPU")

@@ -56,7 +56,7 @@ GPU_SHARE = 0.001
 
 
 class RayError(OSError):
-    """Ray cannot be asked now, or did not do what was requested."""
+    """Ray does not answer now, or did not do what was requested."""
 
 
 class RayConnection:

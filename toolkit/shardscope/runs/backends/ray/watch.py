@@ -77,7 +77,7 @@ def describe_ray_end(folder: RunFolder) -> str:
 
 
 class RayWatch:
-    """What the coordinator has written about one run."""
+    """Status of one run by the coordinator's records."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -124,7 +124,7 @@ class RayWatch:
         return {**recorded, "reason": f"{reason}; {notice}" if reason else notice}
 
     def describe_without_lead(self) -> dict[str, object] | None:
-        """Return the status of a run whose node 0 left no final status; None if nobody knows why."""
+        """Return the status of a run whose node 0 left no final status; None if the reason is not known."""
         lost = describe_lost_node(self._folder, 0)
         record = read_json(state_file(self._folder))
         if record is None:
