@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.prediction.pipeline import compute_bubbles
 from shardscope.prediction.roofline import compute_roofline
+from shardscope.prediction.schedule import compute_schedule
 from shardscope.timing.report import StepReport
 
 LLAMA = ss.models["llama-3.1-8b"]
@@ -25,6 +27,10 @@ def sum_bytes(report: StepReport, part: str, collective: str) -> float:
     return sum(
         one.num_bytes for one in report.communication if (one.part, one.collective) == (part, collective)
     )
+
+
+def sum_seconds(report: StepReport, part: str) -> float:
+    return sum(one.seconds for one in report.communication if one.part == part)
 
 
 # ---- Tensor parallelism
@@ -109,3 +115,60 @@ def test_selective_recomputation_repeats_all_of_core_attention() -> None:
     eager = build_plan(ss.Layout.megatron(), recompute="selective", attention="eager", dropout=0.1).step()
     # Two plain matmuls of the six, softmax and dropout.
     assert eager.parts["recomputation"] > 1.2 * eager.parts["attention"] / 3
+
+
+# ---- Gradient and parameter buffers
+
+
+def test_gradient_buffers_are_zeroed_and_scaled_once_a_step() -> None:
+    """With bf16 gradients half as many bytes are moved; one replica scales nothing."""
+    small = ss.Architecture.of_size("1b")
+    full, half = (
+        build_plan(ss.Layout.megatron(grad_reduce_in_fp32=flag), small, batch=8).step().parts["gradients"]
+        for flag in (True, False)
+    )
+    assert full > half
+    alone = build_plan(ss.Layout.megatron(), small, cluster="1xh100-sxm-80gb", batch=1).step()
+    twice = build_plan(ss.Layout.megatron(), small, cluster="1xh100-sxm-80gb", batch=2).step()
+    # Accumulated twice as often, zeroed once: 2 reads and writes + 1 write, 4 + 1.
+    assert twice.parts["gradients"] == pytest.approx(5 / 3 * alone.parts["gradients"])
+
+
+def predict_gathers(vpp: int, overlap: bool) -> StepReport:
+    layout = ss.Layout.megatron(tp=8, pp=4, vpp=vpp, overlap_grad_reduce=True, overlap_param_gather=overlap)
+    return build_plan(layout, ss.models["llama-3.1-70b"], "16x8xh100-sxm-80gb", 64).step()
+
+
+def test_overlapped_gathers_of_a_pipeline_wait_for_one_another() -> None:
+    """Without interleaving, each stage's starts when the first micro-batch arrives (schedules.py)."""
+    together, waiting = predict_gathers(1, False), predict_gathers(1, True)
+    # All stages but the first, whose all-gather is in buckets, wait for all of it instead of one at a time.
+    assert waiting.seconds > together.seconds + 2 * together.parts["gathers"]
+    assert "overlap_param_gather" in waiting.explain("bubble")
+    assert "overlap_param_gather" not in together.explain("bubble")
+    interleaved = predict_gathers(5, True)
+    assert interleaved.parts["gathers"] == pytest.approx(predict_gathers(5, False).parts["gathers"] / 5)
+    assert interleaved.seconds < predict_gathers(5, False).seconds
+
+
+@pytest.mark.parametrize("vpp", [1, 5])
+def test_schedule_draws_the_first_micro_batchs_wait(vpp: int) -> None:
+    layout = ss.Layout.megatron(tp=8, pp=4, vpp=vpp, overlap_grad_reduce=True, overlap_param_gather=True)
+    plan = build_plan(layout, ss.models["llama-3.1-70b"], "16x8xh100-sxm-80gb", 64)
+    schedule, report = compute_schedule(plan), plan.step()
+    assert schedule.seconds == pytest.approx(report.seconds, rel=0.02)
+    waits = [
+        [block.seconds for block in schedule.get_stage(stage) if block.kind == "communication"]
+        for stage in range(4)
+    ]
+    assert [len(each) for each in waits] == ([1] * 4 if vpp == 1 else [0] * 4)
+    assert compute_bubbles(plan)["interleaved" if vpp > 1 else "1f1b"] == report.parts["bubble"]
+
+
+def test_interleaved_reductions_overlap_with_other_chunks() -> None:
+    """All but one chunk of 5 have the backward of others after them, several micro-batches of it."""
+    layout = ss.Layout.megatron(tp=8, pp=4, vpp=5, overlap_grad_reduce=True)
+    plan = build_plan(layout, ss.models["llama-3.1-70b"], "16x8xh100-sxm-80gb", 64, seq_len=4096)
+    report = plan.step()
+    hidden = report.hidden["gradients"] / sum_seconds(report, "gradients")
+    assert hidden == pytest.approx(4 / 5, rel=0.01)
