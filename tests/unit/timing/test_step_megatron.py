@@ -172,3 +172,16 @@ def test_interleaved_reductions_overlap_with_other_chunks() -> None:
     report = plan.step()
     hidden = report.hidden["gradients"] / sum_seconds(report, "gradients")
     assert hidden == pytest.approx(4 / 5, rel=0.01)
+
+
+@pytest.mark.parametrize(("micro_batches", "exposed"), [(4, 1), (32, 22 / 160)])
+def test_interleaved_sends_are_waited_for_while_the_pipeline_fills(
+    micro_batches: int, exposed: float
+) -> None:
+    """schedules.py, num_warmup_microbatches: 2 (pp - 1) + (vpp - 1) pp of vpp x micro-batches chunks."""
+    layout = ss.Layout.megatron(tp=8, pp=4, vpp=5)
+    plan = build_plan(layout, ss.models["llama-3.1-70b"], "16x8xh100-sxm-80gb", 4 * micro_batches)
+    report = plan.step()
+    assert plan.num_micro_batches == micro_batches
+    share = report.parts["pipeline_transfers"] / sum_seconds(report, "pipeline_transfers")
+    assert share == pytest.approx(exposed)

@@ -307,5 +307,7 @@ def _list_pipeline_sends(work: LayerWork) -> list[Transfer]:
     )
     if sends is False:
         return [waited]
-    covered = waited._replace(times=where(sends, times, 0), overlaps_with="forward", exposed_share=0.0)
+    covered = waited._replace(
+        times=where(sends, times, 0), overlaps_with="forward", exposed_share=work.overlap.exposed_sends
+    )
     return [waited, covered, covered._replace(overlaps_with="backward")]

@@ -112,6 +112,8 @@ class Overlap(NamedTuple):
     overlap."""
     sends: bool = False
     """Pipeline sends overlap; an array if plans differ."""
+    exposed_sends: float = 0.0
+    """The share of such sends that is waited for."""
     spans_chunks: bool = False
     """Interleaved, the collectives of one chunk's weights and gradients overlap with other chunks' passes."""
     stops_early: bool = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.ops import ceil_div, maximum, where
+from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY
 from shardscope.frameworks.megatron.layout import count_replicas, get_layout
@@ -119,10 +119,12 @@ def overlap(plan: Plan) -> Overlap:
     """Return which communication is overlapped with compute.
 
     Source: megatron/core/tensor_parallel/layers.py, Transformer Engine's user buffers, schedules.py.
-    Megatron-LM overlaps sends between interleaved stages (``overlap_p2p_comm``). Its checkpoint function
-    recomputes the whole layer, without early stop.
+    Megatron-LM overlaps sends between interleaved stages (``overlap_p2p_comm``), but waits for them while the
+    pipeline fills and drains (``overlap_p2p_comm_warmup_flush`` is off): the chunks that the first stage runs
+    before its first backward. Its checkpoint function recomputes the whole layer, without early stop.
     """
-    layout = get_layout(plan)
+    layout, degrees = get_layout(plan), plan.degrees
+    warm_up = 2 * (degrees.pp - 1) + (degrees.vpp - 1) * degrees.pp
     return Overlap(
         tensor_forward=layout.tp_comm_overlap,
         tensor_backward=True,
@@ -132,7 +134,8 @@ def overlap(plan: Plan) -> Overlap:
         # Engine, attention/dot_product_attention/context_parallel.py, flash_attn_fwd_out_correction; dq
         # likewise).
         merge_bytes=(6, 6),
-        sends=plan.degrees.vpp > 1,
+        sends=degrees.vpp > 1,
+        exposed_sends=minimum(1.0, warm_up / (plan.num_micro_batches * degrees.vpp)),
         spans_chunks=True,
         stops_early=False,
     )
