@@ -81,7 +81,7 @@ def test_a_search_keeps_the_options_of_the_same_framework() -> None:
     kept = {name: getattr(way.plan.layout, name) for name in ("exp_avg_dtype", "overlap_grad_reduce")}
     assert kept == {"exp_avg_dtype": "bf16", "overlap_grad_reduce": True}
     assert not any("dtype" in words or "overlap" in words for words in way.changes)
-    assert f"pp 8 → {way.plan.degrees.pp}" in way.text
+    assert f"tp 1 → {way.plan.degrees.tp}" in way.text
 
 
 def test_the_framework_changes_if_only_a_search_finds_a_plan() -> None:

@@ -159,9 +159,11 @@ def test_a_smaller_micro_batch_comes_before_a_larger_batch() -> None:
 @pytest.mark.parametrize(
     ("layout", "change"),
     [
-        (ss.Layout.megatron(tp=8, pp=16), "overlap_grad_reduce=True, overlap_param_gather=True"),
+        (ss.Layout.megatron(tp=8, pp=16, vpp=8), "overlap_grad_reduce=True, overlap_param_gather=True"),
         (ss.Layout.megatron(tp=8, pp=16, distributed_optimizer=False), "overlap_grad_reduce=True"),
-        (ss.Layout.megatron(tp=8, pp=16, overlap_grad_reduce=True), "overlap_param_gather=True"),
+        (ss.Layout.megatron(tp=8, pp=16, vpp=8, overlap_grad_reduce=True), "overlap_param_gather=True"),
+        # Without interleaving, each stage would all-gather when the first micro-batch arrives.
+        (ss.Layout.megatron(tp=8, pp=16), "overlap_grad_reduce=True"),
     ],
 )
 def test_collectives_that_could_overlap_with_computation(layout: ss.Layout, change: str) -> None:

@@ -96,7 +96,7 @@ def test_slow_links_need_stage_2_with_overlap(layout: ss.Layout, right: bool) ->
 
 def test_tensor_parallelism_stays_inside_a_node() -> None:
     plan = tensor_parallel.build_wide_plan()
-    assert round(plan.step().tokens_per_second_per_gpu) == 642, "as notebook 05 says"
+    assert round(plan.step().tokens_per_second_per_gpu) == 534, "as notebook 05 says"
     for tp in (1, 2, 4, 8, 16):
         for sequence_parallel in (False, True)[: 1 if tp == 1 else 2]:
             layout = ss.Layout.megatron(tp=tp, sequence_parallel=sequence_parallel)

@@ -155,3 +155,21 @@ def test_ranks_that_share_an_expert_gather_its_tokens(etp: int, ep: int) -> None
         around_attention = sum_layer_bytes(dense, "tensor_parallel", "reduce_scatter", tp)
     sent = sum_layer_bytes(plan, "tensor_parallel", "reduce_scatter", etp)
     assert sent == pytest.approx(gathered + around_attention)
+
+
+def test_ranks_of_a_shared_expert_are_neighbours() -> None:
+    """Experts on 8 ranks that are 2 apart span two nodes; with a stride of 1 they would share one."""
+    layout = ss.Layout.megatron(tp=8, etp=2, ep=8)
+    plan = build_mixtral_plan(layout, "2x8xh100-sxm-80gb")
+    (exchange,) = (one for one in plan.step().communication if one.part == "expert_parallel")
+    assert exchange.link == "infiniband-ndr"
+
+
+def test_tokens_are_sorted_by_local_expert_without_expert_parallelism_too() -> None:
+    """A rank with one expert sorts twice less (megatron-core, sort_chunks_by_idxs)."""
+
+    def predict_elementwise(ep: int) -> float:
+        return build_mixtral_plan(ss.Layout.megatron(ep=ep)).step().parts["elementwise"]
+
+    assert predict_elementwise(1) == pytest.approx(predict_elementwise(4), rel=0.01)
+    assert predict_elementwise(8) < 0.97 * predict_elementwise(4)

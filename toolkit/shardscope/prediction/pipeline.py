@@ -40,9 +40,13 @@ class Pipeline(NamedTuple):
         """Return the seconds of the bubble of 1F1B, or interleaved with ``vpp`` chunks; 0 for one stage."""
         if len(self.kind_of) == 1:
             return 0.0
-        # Without the parts that run once per step: no micro-batch waits for them (``timing/stages.py``).
-        all_stages = sum([self.kinds[kind].repeated for kind in self.kind_of])
-        return compute_bubble_seconds(all_stages, self.slowest.repeated, vpp, micro_batches)
+        # Of the parts that run once per step, micro-batches wait at most for the first one's all-gather
+        # (``timing/stages.py``). Interleaved, all stages all-gather at once.
+        waits = micro_batches if vpp == 1 else 0
+        flowing = [kind.repeated + waits * kind.first_wait for kind in self.kinds]
+        all_stages = sum([flowing[kind] for kind in self.kind_of])
+        slowest = self.slowest.repeated + waits * self.slowest.first_wait
+        return compute_bubble_seconds(all_stages, slowest, vpp, micro_batches)
 
 
 def compute_pipeline(plan: Plan, rates: Rates) -> Pipeline:
@@ -101,7 +105,13 @@ def explain_schedule(plan: Plan) -> str:
         for name, bubble in compute_bubbles(plan).items()
         if name != schedule
     ]
+    pipeline = compute_pipeline(plan, select_rates(plan.cluster))
+    waits = (
+        ", and the first micro-batch for each stage's all-gather of its weights (overlap_param_gather)"
+        if any(kind.first_wait for kind in pipeline.kinds)
+        else ""
+    )
     return (
-        f"; {NAMES[schedule]} runs ({upstream}), the same stages would wait with {', '.join(alternatives)} "
-        "(Huang et al. 2019; Qi et al. 2023, table 2)"
+        f"{waits}; {NAMES[schedule]} runs ({upstream}), the same stages would wait with "
+        f"{', '.join(alternatives)} (Huang et al. 2019; Qi et al. 2023, table 2)"
     )

@@ -39,7 +39,8 @@ class Block(NamedTuple):
     stage: int
     kind: BlockKind
     """``send``: an exposed transfer between stages; ``communication``: other exposed collectives, drawn for a
-    plan without a pipeline; ``update``: what follows the last micro-batch once a step."""
+    plan without a pipeline, and where the first micro-batch waits for all-gathered weights; ``update``: what
+    follows the last micro-batch once a step."""
     start: float
     """Seconds from the start of the step."""
     end: float
@@ -223,14 +224,20 @@ def compute_schedule(plan: Plan, schedule: Schedule | None = None) -> PipelineSc
         (forward + send, total - forward + send)
         for forward, total, send in zip(forwards, both, sends, strict=True)
     ]
-    times = time_passes(passes, seconds)
+    # Interleaved, all stages all-gather their weights at once (``timing/traffic.py``).
+    waits = [0.0 if chunks > 1 else stage.first_wait for stage in stages]
+    times = time_passes(passes, seconds, waits)
     drained = max(end for spans in times for _, end in spans)
     blocks: list[Block] = []
     for number, stage in enumerate(stages):
         busy = []
+        if waits[number]:
+            first = times[number][0][0]
+            busy.append(Block(number, "communication", first - waits[number], first))
         for one, (start, end) in zip(passes[number], times[number], strict=True):
             busy += _split_pass(one, number, start, end, sends[number], chunks, pp)
-        busy.append(Block(number, "update", drained, drained + _sum_parts(stage, PER_STEP_PARTS)))
+        updated = drained + _sum_parts(stage, PER_STEP_PARTS) - waits[number]
+        busy.append(Block(number, "update", drained, updated))
         blocks += _fill_bubbles(number, busy, drained)
     return PipelineSchedule(
         plan=plan,

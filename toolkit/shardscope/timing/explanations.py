@@ -43,7 +43,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
         "recomputation": _describe_recomputation(recipe, calls),
         "tensor_parallel": (
             f"tp={degrees.tp}: two reductions a layer forward and two backward (Shoeybi et al. 2019, figure "
-            "4; Korthikanti et al. 2022, section 4.2.2)"
+            f"4; Korthikanti et al. 2022, section 4.2.2){_describe_shared_heads(plan)}"
         ),
         "context_parallel": (
             f"cp={degrees.cp}: keys and values to all ranks, their gradients back (Liu et al. 2023); joining "
@@ -68,6 +68,15 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
         ),
     }
     return f"{formulas[part]}{suffix} · {rates.source}"
+
+
+def _describe_shared_heads(plan: Plan) -> str:
+    """Return the all-gather of ranks that share a key/value head, if Megatron-core does one."""
+    arch, tp = plan.architecture, plan.degrees.tp
+    heads = arch.num_key_value_heads
+    if plan.kernels != "megatron" or arch.latent_attention is not None or tp <= heads:
+        return ""
+    return f", and queries, keys and values to all ranks, as tp exceeds the {heads} key/value heads"
 
 
 def _describe_attention(plan: Plan, rates: Rates) -> str:

@@ -13,6 +13,7 @@ from shardscope.core.precision import FP32
 from shardscope.memory.activations.forward import list_saved_tensors
 from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
 from shardscope.memory.activations.modules.attention import is_eager, is_unfused
+from shardscope.memory.activations.modules.megatron import build_eager_scores
 from shardscope.timing.collectives import cache_calls
 from shardscope.timing.matmul import (
     LayerProducts,
@@ -189,13 +190,34 @@ class LayerWork:
         return LayerSeconds(both, forward.seconds, forward.attention, forward.waiting, recomputation, saved)
 
     def _compute_matmuls(self, moe: bool, products: LayerProducts) -> float:
-        layer_seconds = products.dense.seconds(self.tokens, self.rate)
+        if self.modules.kernels == "megatron":
+            layer_seconds = products.sharded.seconds(self.tokens, self.rate)
+            layer_seconds = layer_seconds + products.replicated.seconds(self.replicated_tokens, self.rate)
+        else:
+            layer_seconds = products.dense.seconds(self.tokens, self.rate)
         experts = self.arch.mixture_of_experts
         if moe and experts is not None:
             layer_seconds = layer_seconds + products.experts.seconds(
                 self.count_routed_tokens(), self.get_expert_rate()
             )
         return layer_seconds
+
+    @property
+    def repeats_core_attention(self) -> bool:
+        """Return whether selective recomputation repeats core attention, with its exchange of keys.
+
+        Source: megatron/core/transformer/attention.py, ``_checkpointed_attention_forward``.
+        """
+        return self.plan.recipe.recompute == "selective" and self.modules.kernels == "megatron"
+
+    @property
+    def replicated_tokens(self) -> float:
+        """Tokens that a matrix on every tensor-parallel rank multiplies.
+
+        Megatron-core's router and latent attention's down projections read the split sequence (core 0.16,
+        moe_layer.py and multi_latent_attention.py); elsewhere each rank multiplies all tokens.
+        """
+        return self.tokens / self.cut if self.modules.kernels == "megatron" else self.tokens
 
     def count_routed_tokens(self) -> float:
         """Return the tokens of the most loaded rank's experts, a copy for each expert.
@@ -280,13 +302,15 @@ class LayerWork:
     def _count_sort_bytes(self) -> float:
         """Return bytes to sort tokens by expert and back, besides the one copy that experts save.
 
-        Megatron's dispatcher sorts them by destination rank and again by expert there, and both back
-        (megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher): four copies, or two
-        on one rank. For transformers, the measured passes include them.
+        Megatron's dispatcher sorts them by expert before they are sent, again by local expert where they
+        arrive, and both back (megatron/core/transformer/moe/token_dispatcher.py,
+        MoEAlltoAllTokenDispatcher): four copies, or two if a rank has one expert only. For transformers, the
+        measured passes include them.
         """
-        if self.modules.kernels != "megatron":
+        experts = self.arch.mixture_of_experts
+        if self.modules.kernels != "megatron" or experts is None:
             return 0.0
-        copies = where(self.plan.degrees.ep > 1, 3, 1)
+        copies = where(self.plan.degrees.ep < experts.num_experts, 3, 1)
         return copies * 2 * self.count_routed_tokens() * self.arch.hidden_size * self.modules.compute
 
     def _add_launch_time(self, work: Operators, num_kernels: float) -> Operators:
@@ -310,9 +334,10 @@ class LayerWork:
         ``num_kernels`` are those that recomputation calls, in host time of plain ones.
 
         ``full`` repeats its forward without the last matmul, if recomputation stops early. ``selective``
-        repeats core attention with Megatron (Korthikanti et al. 2022, section 5), and with torch everything
-        but matmuls and attention, whose outputs are saved: the host calls them like all operators (torch
-        2.13, utils/checkpoint.py, ``_CachedTorchDispatchMode``).
+        repeats core attention with Megatron (Korthikanti et al. 2022, section 5), the softmax and dropout of
+        eager attention included, and with torch everything but matmuls and attention, whose outputs are
+        saved: the host calls them like all operators (torch 2.13, utils/checkpoint.py,
+        ``_CachedTorchDispatchMode``).
         """
         recompute = self.plan.recipe.recompute
         if recompute == "full":
@@ -325,10 +350,17 @@ class LayerWork:
             return self._add_launch_time(running, num_kernels).seconds
         if recompute == "selective":
             if self.modules.kernels == "megatron":
-                return running.attention
+                return running.attention + self._compute_eager_softmax()
             repeated = Operators(0.0, 0.0, running.elementwise)
             return self._add_launch_time(repeated, num_kernels).seconds
         return 0.0
+
+    def _compute_eager_softmax(self) -> float:
+        """Return the seconds of softmax and dropout of Megatron's eager attention; 0 with fused attention."""
+        if self.modules.attention != "eager":
+            return 0.0
+        scores = build_eager_scores(self.arch, self.modules).bytes_per_token * self.tokens
+        return self.passes.slowdown * self.passes.forward * scores / self.plan.degrees.tp / self.memory
 
 
 def find_attention_kernels(arch: Architecture, modules: Modules) -> FusedAttention:

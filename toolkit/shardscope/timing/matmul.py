@@ -16,7 +16,7 @@ from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.memory.activations.modules.attention import is_unfused, passes_mask
 from shardscope.memory.state.lora import find_adapter_targets
-from shardscope.memory.state.stages import list_rank_shapes
+from shardscope.memory.state.stages import is_replicated, list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -68,6 +68,10 @@ class LayerProducts(NamedTuple):
     """Weights of one routed expert."""
     expert_edges: int
     expert_unaligned: int
+    replicated_weights: int
+    """Weights of the matrices that tensor parallelism does not shard, a part of :attr:`weights`."""
+    replicated_edges: int
+    replicated_unaligned: int
     num_experts: int
     """Number of routed experts on the rank."""
 
@@ -75,6 +79,20 @@ class LayerProducts(NamedTuple):
     def dense(self) -> Products:
         """All matrices but routed experts."""
         return Products(self.weights, self.edges, self.unaligned)
+
+    @property
+    def sharded(self) -> Products:
+        """Matrices that tensor parallelism shards, without routed experts."""
+        return Products(
+            self.weights - self.replicated_weights,
+            self.edges - self.replicated_edges,
+            self.unaligned - self.replicated_unaligned,
+        )
+
+    @property
+    def replicated(self) -> Products:
+        """Matrices that every tensor-parallel rank has: latent attention's down projections, routers."""
+        return Products(self.replicated_weights, self.replicated_edges, self.replicated_unaligned)
 
     @property
     def last(self) -> Products:
@@ -95,7 +113,7 @@ def count_layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert
 
 @lru_cache(maxsize=4096)
 def _list_layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert_tp: int) -> LayerProducts:
-    dense = last = expert = _MatrixSums()
+    dense = last = expert = replicated = _MatrixSums()
     num_experts = 0
     down = list_parameter_names(arch).down
     # Routed experts have tokens of their own (second loop); norms and biases have one column and no matmul.
@@ -103,6 +121,8 @@ def _list_layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert
         if group == "experts" or columns == 1:
             continue
         dense = dense.add_matrix(rows, columns)
+        if is_replicated(name):
+            replicated = replicated.add_matrix(rows, columns)
         # With a norm after the MLP, and with experts, whose outputs are weighted, an operator that saves a
         # tensor comes after the last matmul.
         if down in name and not moe and arch.norms_per_layer <= 2:
@@ -113,7 +133,7 @@ def _list_layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert
         if group == "experts" and rows > 1:
             expert = expert.add_matrix(rows, columns)
             num_experts = copies
-    return LayerProducts(*dense, *last, *expert, num_experts)
+    return LayerProducts(*dense, *last, *expert, *replicated, num_experts)
 
 
 class _MatrixSums(NamedTuple):

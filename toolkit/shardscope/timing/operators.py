@@ -12,7 +12,7 @@ from shardscope.memory.activations.modules.attention import (
     get_attention_widths,
     is_unfused,
 )
-from shardscope.memory.state.stages import list_rank_shapes
+from shardscope.memory.state.stages import is_replicated, list_rank_shapes
 from shardscope.timing.layers import HALF_PEAKS, PEAKS
 from shardscope.timing.matmul import count_attention_flops_per_token, count_eager_attention, count_unaligned
 from shardscope.timing.rates import MOVED_BYTES
@@ -45,7 +45,8 @@ def list_layer_operators(work: LayerWork, moe: bool) -> list[OperatorCost]:
     costs: list[OperatorCost] = []
     for group, name, _, rows, columns in list_rank_shapes(arch, moe, degrees.tp, degrees.ep):
         if group != "experts" and columns > 1:
-            costs.append(_count_matmul(name, "matmul", rows, columns, 1, tokens, work.rate, precision))
+            multiplied = work.replicated_tokens if is_replicated(name) else tokens
+            costs.append(_count_matmul(name, "matmul", rows, columns, 1, multiplied, work.rate, precision))
     if moe:
         routed, rate = work.count_routed_tokens(), work.get_expert_rate()
         for group, name, copies, rows, columns in list_rank_shapes(arch, moe, work.expert_tp, degrees.ep):

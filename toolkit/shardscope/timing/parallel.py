@@ -37,9 +37,17 @@ def list_parallel_collectives(work: LayerWork) -> list[Repeated]:
     degrees, call = work.plan.degrees, work.call_seconds
     collectives: list[Repeated] = []
     if _any_above_one(degrees.tp):
+        hidden = work.arch.hidden_size
         collectives.append(
-            Repeated(_count_reduction_pairs, sum_collectives(_list_tensor_parallel(work), call))
+            Repeated(_count_reduction_pairs, sum_collectives(_list_tensor_parallel(work, hidden), call))
         )
+        if _gathers_latents(work):
+            width = _count_gathered_latents(work)
+            collectives.append(
+                Repeated(_count_layers, sum_collectives(_list_tensor_parallel(work, width), call))
+            )
+        elif _shares_heads(work):
+            collectives.append(Repeated(_count_layers, sum_collectives(_list_shared_heads(work), call)))
     if _any_above_one(degrees.cp):
         collectives.append(Repeated(_count_layers, sum_collectives(_list_context_parallel(work), call)))
     if _any_above_one(degrees.ep) and work.arch.mixture_of_experts is not None:
@@ -62,19 +70,38 @@ def _has_token_dispatcher(work: LayerWork) -> bool:
     return work.arch.mixture_of_experts is not None and work.modules.kernels == "megatron"
 
 
+def _gathers_latents(work: LayerWork) -> bool:
+    """Return whether Megatron-core's latent attention gathers its latents, not the residual stream.
+
+    Its down projections are replicated and work on the split sequence: the up projections all-gather their
+    outputs (megatron/core/transformer/multi_latent_attention.py, ``linear_q_down_proj``: "duplicated").
+    """
+    return work.arch.latent_attention is not None and work.modules.kernels == "megatron"
+
+
+def _count_gathered_latents(work: LayerWork) -> int:
+    """Return the width of the inputs of latent attention's column-parallel projections."""
+    latent = work.arch.latent_attention
+    assert latent is not None
+    # Without a down projection of the queries, their projection reads the residual stream.
+    return (latent.q_lora_rank or work.arch.hidden_size) + latent.kv_lora_rank + latent.qk_rope_head_dim
+
+
 def _count_reduction_pairs(work: LayerWork, stage: Stage) -> float:
     """Return the number of pairs of reductions: two per layer, one for the embedding and one for the head.
 
     With Megatron-core's dispatcher, an expert layer has the pair around its MLP for shared experts only: see
-    :func:`_list_expert_tensor_parallel`.
+    :func:`_list_expert_tensor_parallel`. Its latent attention has a pair of its own.
     """
     experts = work.arch.mixture_of_experts
     has_pair_around_experts = (
         not _has_token_dispatcher(work) or experts is None or experts.shared_expert_intermediate_size > 0
     )
     pairs: float = stage.is_first + stage.is_last * 1
+    around_attention = 0 if _gathers_latents(work) else 1
     for moe, layers in count_layers_by_kind(work.arch, stage):
-        pairs = pairs + layers * (2 if has_pair_around_experts or not moe else 1)
+        around_mlp = 1 if has_pair_around_experts or not moe else 0
+        pairs = pairs + layers * (around_attention + around_mlp)
     return pairs
 
 
@@ -107,45 +134,80 @@ def _count_stream_bytes(work: LayerWork) -> int:
     return work.tokens * work.arch.hidden_size * work.modules.compute
 
 
-def _list_tensor_parallel(work: LayerWork) -> list[Transfer]:
+def _list_tensor_parallel(work: LayerWork, column_width: int) -> list[Transfer]:
     """Return one reduction forward and one backward (Shoeybi et al. 2019, figure 4).
 
     With a split sequence, each is a reduce-scatter with an all-gather (Korthikanti et al. 2022, section
-    4.2.2): the same bytes on a ring.
+    4.2.2): the same bytes on a ring. ``column_width``: numbers per token in the input of the column-parallel
+    matmul, which is the residual stream but for latent attention.
     """
     plan, overlap = work.plan, work.overlap
-    tp, stream, times = plan.degrees.tp, _count_stream_bytes(work), plan.num_micro_batches
+    tp, times, split = plan.degrees.tp, plan.num_micro_batches, plan.layout.splits_sequence
     # Recomputation runs the layer's forward again, its reductions included.
     recomputation = times * (1 + compute_recomputed_share(plan))
+    stream = _count_stream_bytes(work)
+    column = work.tokens * column_width * work.modules.compute
+    forward_bytes: float = stream
+    backward_bytes: float = column
+    if column_width != work.arch.hidden_size and split is not False:
+        # An all-reduce of the mean has the bytes of a reduce-scatter of one and an all-gather of the other.
+        forward_bytes = where(split, (stream + column) / 2, stream)
+        backward_bytes = where(split, (stream + column) / 2, column)
 
     def build_transfer(
-        collective: Collective, times: float, overlaps_with: OverlappedWith, exposed_share: float
+        collective: Collective,
+        num_bytes: float,
+        times: float,
+        overlaps_with: OverlappedWith,
+        exposed_share: float,
     ) -> Transfer:
         return Transfer(
-            "tensor_parallel", collective, stream, tp, 1, times, 1.0, overlaps_with, exposed_share
+            "tensor_parallel", collective, num_bytes, tp, 1, times, 1.0, overlaps_with, exposed_share
         )
 
     if overlap.tensor_forward:
         # User buffers split the transfer into as many pieces as there are ranks.
         return [
-            build_transfer("all_reduce", recomputation, "forward", 1 / tp),
-            build_transfer("all_reduce", times, "backward", 1 / tp),
+            build_transfer("all_reduce", forward_bytes, recomputation, "forward", 1 / tp),
+            build_transfer("all_reduce", backward_bytes, times, "backward", 1 / tp),
         ]
-    forward = build_transfer("all_reduce", recomputation, "nothing", 1.0)
+    forward = build_transfer("all_reduce", forward_bytes, recomputation, "nothing", 1.0)
     if not overlap.tensor_backward:
-        return [forward, build_transfer("all_reduce", times, "nothing", 1.0)]
+        return [forward, build_transfer("all_reduce", backward_bytes, times, "nothing", 1.0)]
     # Backward can overlap the second of a pair's two collectives, after the column-parallel matmul, with the
     # gradient of its weights (megatron/core/tensor_parallel/layers.py); full all-reduces are such ones.
-    split, collectives = plan.layout.splits_sequence, [forward]
+    collectives = [forward]
     if split is not False:
         in_halves = where(split, times, 0)
-        collectives.append(build_transfer("all_gather", in_halves, "nothing", 1.0))
-        collectives.append(build_transfer("reduce_scatter", in_halves, "backward", 0.0))
+        collectives.append(build_transfer("all_gather", stream, in_halves, "nothing", 1.0))
+        collectives.append(build_transfer("reduce_scatter", column, in_halves, "backward", 0.0))
         if overlap.gathers_input_again:
-            collectives.append(build_transfer("all_gather", in_halves, "backward", 0.0))
+            collectives.append(build_transfer("all_gather", column, in_halves, "backward", 0.0))
     if split is not True:
-        collectives.append(build_transfer("all_reduce", where(split, 0, times), "backward", 0.0))
+        collectives.append(build_transfer("all_reduce", column, where(split, 0, times), "backward", 0.0))
     return collectives
+
+
+def _shares_heads(work: LayerWork) -> bool:
+    """Return whether tensor-parallel ranks of Megatron-core share a key/value head."""
+    heads = work.arch.num_key_value_heads
+    return work.modules.kernels == "megatron" and largest_element(work.plan.degrees.tp) > heads
+
+
+def _list_shared_heads(work: LayerWork) -> list[Transfer]:
+    """Return the all-gather of queries, keys and values, and the reduce-scatter of their gradients.
+
+    With more tensor-parallel ranks than key/value heads, Megatron-core's fused projection is sharded across
+    heads: each rank all-gathers its whole output to take its own heads from it, and backward reduce-scatters
+    the gradient (megatron/core/transformer/attention.py, ``get_query_key_value_tensors``). Nothing overlaps.
+    """
+    plan, width = work.plan, attention_widths(work.arch)
+    tp, times = plan.degrees.tp, plan.num_micro_batches
+    shares = tp > work.arch.num_key_value_heads
+    num_bytes = work.tokens * (width.query + width.key + width.value) * work.modules.compute
+    in_forward = shares * times * (1 + compute_recomputed_share(plan))
+    gather = Transfer("tensor_parallel", "all_gather", num_bytes, tp, 1, in_forward)
+    return [gather, gather._replace(collective="reduce_scatter", times=shares * times)]
 
 
 def _list_context_parallel(work: LayerWork) -> list[Transfer]:
@@ -167,13 +229,14 @@ def _list_context_parallel(work: LayerWork) -> list[Transfer]:
     # In a ring, attention on all but the last of cp parts overlaps the next part's transfer; else only the
     # first.
     exposed_share = 0.0 if work.overlap.context == "ring" else 1 - 1 / cp
+    repeated = 1 if work.repeats_core_attention else compute_recomputed_share(plan)
     forward = Transfer(
         "context_parallel",
         "all_gather",
         keys,
         cp,
         tp,
-        times * (1 + compute_recomputed_share(plan)),
+        times * (1 + repeated),
         num_messages=1,
         overlaps_with="attention",
         exposed_share=exposed_share,
@@ -195,11 +258,10 @@ def _list_expert_parallel(work: LayerWork) -> list[Transfer]:
     """
     plan, degrees = work.plan, work.plan.degrees
     sent = work.count_sent_tokens() * work.arch.hidden_size * work.modules.compute
-    # If each tensor-parallel rank has its own experts, they are spread over tp first.
-    stride = where(work.expert_tp < degrees.tp, 1, degrees.tp)
     # Tokens go to their experts and back: in forward, in backward, and in a recomputed forward.
     times = plan.num_micro_batches * 2 * (2 + compute_recomputed_share(plan))
-    return [Transfer("expert_parallel", "all_to_all", sent, degrees.ep, stride, times)]
+    # The ranks that share an expert are neighbours: their number is the stride.
+    return [Transfer("expert_parallel", "all_to_all", sent, degrees.ep, work.expert_tp, times)]
 
 
 def _list_expert_tensor_parallel(work: LayerWork) -> list[Transfer]:
@@ -245,5 +307,7 @@ def _list_pipeline_sends(work: LayerWork) -> list[Transfer]:
     )
     if sends is False:
         return [waited]
-    covered = waited._replace(times=where(sends, times, 0), overlaps_with="forward", exposed_share=0.0)
+    covered = waited._replace(
+        times=where(sends, times, 0), overlaps_with="forward", exposed_share=work.overlap.exposed_sends
+    )
     return [waited, covered, covered._replace(overlaps_with="backward")]

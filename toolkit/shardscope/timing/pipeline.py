@@ -89,13 +89,16 @@ def iterate_passes(
 
 
 def time_passes(
-    stages: Sequence[Sequence[Pass]], seconds: Sequence[tuple[float, float]]
+    stages: Sequence[Sequence[Pass]],
+    seconds: Sequence[tuple[float, float]],
+    first_waits: Sequence[float] | None = None,
 ) -> list[list[tuple[float, float]]]:
     """Return the start and the end of each pass of each stage, if every pass runs as soon as it can.
 
     ``seconds`` are those of a forward and a backward of one chunk, by stage, transfers to the next stage
     included. A forward waits for that of the previous stage, or of the last stage's previous chunk; a
-    backward for that of the next one.
+    backward for that of the next one. ``first_waits`` are seconds that each stage waits before its first
+    pass, once it could start.
     """
     num_stages = len(stages)
     last = num_stages * (1 + max(one.chunk for passes in stages for one in passes)) - 1
@@ -116,6 +119,8 @@ def time_passes(
                         break
                     ready = ends[is_forward, neighbour, number]
                 start = max(free[stage], ready)
+                if first_waits is not None and not times[stage]:
+                    start += first_waits[stage]
                 end = start + seconds[stage][0 if is_forward else 1]
                 ends[is_forward, position, number] = free[stage] = end
                 times[stage].append((start, end))

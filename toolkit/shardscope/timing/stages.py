@@ -47,6 +47,9 @@ class StageSeconds(NamedTuple):
     """Seconds of arithmetic and of activations' copies in the forward of one micro-batch."""
     copied: float
     """Seconds in which offloaded activations are copied there and back: a part of ``parts["offload"]``."""
+    first_wait: float
+    """Seconds of ``parts["gathers"]`` for which the first micro-batch waits on this stage; 0 if all stages
+    all-gather their weights at once."""
 
     @property
     def busy(self) -> float:
@@ -71,17 +74,19 @@ class _Overlappable(NamedTuple):
     last_backward: float = 0.0
     first_forward: float = 0.0
     attention: float = 0.0
-    """Attention, and waits for kernel launches."""
+    """Attention, recomputed too, and waits for kernel launches."""
     attention_forward: float = 0.0
     """The part of ``attention`` in ``forward``; the rest is in ``backward``."""
+    edge_micro_batches: float = 1.0
+    """Micro-batches whose arithmetic ``last_backward`` and ``first_forward`` are."""
 
     def add_copies(self, seconds: float, micro_batches: int) -> _Overlappable:
         """Return the same with ``seconds`` of copies in each forward and each backward."""
         return self._replace(
             forward=self.forward + micro_batches * seconds,
             backward=self.backward + micro_batches * seconds,
-            last_backward=self.last_backward + seconds,
-            first_forward=self.first_forward + seconds,
+            last_backward=self.last_backward + self.edge_micro_batches * seconds,
+            first_forward=self.first_forward + self.edge_micro_batches * seconds,
         )
 
 
@@ -138,6 +143,7 @@ def compute_stage_seconds(work: LayerWork, stage: Stage) -> StageSeconds:
         host.hidden,
         forward + copying,
         copied,
+        traffic.first_micro_batch_waits * exposed.get("gathers", 0.0),
     )
 
 
@@ -154,8 +160,10 @@ def _compute_arithmetic(
     recomputation: float = 0.0
     dropped: float = 0.0
     attention_forward: float = 0.0
-    # Keys and values are exchanged while attention runs, and while the GPU waits for launches in between.
+    # Keys and values are exchanged while attention runs, also where it is recomputed, and while the GPU waits
+    # for launches in between.
     exchanges_keys = largest_element(work.plan.degrees.cp) > 1
+    repeats_core = recipe.recompute == "full" or work.repeats_core_attention
     waiting: float = 0.0
     waiting_forward: float = 0.0
     # Offloading sends the saved activations to the host and fetches them, in place of recomputing them.
@@ -172,6 +180,8 @@ def _compute_arithmetic(
         attention_forward = attention_forward + layers * layer.forward_attention
         if exchanges_keys:
             waiting = waiting + layers * layer.both.waiting
+            if repeats_core:
+                waiting = waiting + recomputed * layer.forward_attention
             waiting_forward = waiting_forward + layers * layer.forward_waiting
     # Embedding, head and loss: nothing on inner stages.
     end = compute_end_seconds(work, stage)
@@ -184,14 +194,21 @@ def _compute_arithmetic(
     backward = matrices + attention + elementwise + loss + recomputation - forward
     arithmetic = _Overlappable()
     if work.plan.on_gpu:
+        # Interleaved, all chunks' backward has run once when the last micro-batch's has. A chunk's first
+        # forward follows pp micro-batches of the chunk before it, and as many of the other chunks' backwards
+        # follow its last backward.
+        edge: float = 1
+        if work.overlap.spans_chunks:
+            pp, vpp = work.plan.degrees.pp, work.plan.degrees.vpp
+            edge = where(vpp > 1, minimum(pp, micro_batches) * (vpp - 1) / vpp, 1)
         arithmetic = _Overlappable(
             micro_batches * forward,
             micro_batches * backward,
-            # With interleaving, all chunks' backward has run once when the last micro-batch's has.
-            backward,
-            forward,
+            edge * backward,
+            edge * forward,
             micro_batches * (attention + waiting),
             micro_batches * (attention_forward + waiting_forward),
+            edge,
         )
     parts = _NO_SECONDS | {
         "matrices": micro_batches * matrices,
@@ -267,11 +284,12 @@ def _compute_overlapped_shares(
             arithmetic.attention_forward / where(arithmetic.attention > 0, arithmetic.attention, 1.0)
         )
         backward = around - forward
-    # Of what is in use of all micro-batches, one micro-batch has an even share.
+    # Of what is in use of all micro-batches, each has an even share.
+    edge = arithmetic.edge_micro_batches / micro_batches
     if "first_forward" in sums:
-        forward = forward + overlap("first_forward", forward / micro_batches)
+        forward = forward + overlap("first_forward", forward * edge)
     if "last_backward" in sums:
-        backward = backward + overlap("last_backward", backward / micro_batches)
+        backward = backward + overlap("last_backward", backward * edge)
     if "forward" in sums:
         shares["forward"] = _compute_share(sums["forward"], arithmetic.forward, forward)
     if "backward" in sums:

@@ -74,6 +74,9 @@ class StateTraffic(NamedTuple):
     """Number of weights updated on the host for one rank."""
     main_copies: bool = False
     """Whether the optimizer updates fp32 main copies and casts them to the module's weights."""
+    first_micro_batch_waits: bool = False
+    """Whether each stage of a pipeline all-gathers its weights only when the first micro-batch arrives, so
+    that this one waits on all stages, one after another."""
 
     @property
     def uses_no_host(self) -> bool:
@@ -109,6 +112,10 @@ class Overlap(NamedTuple):
     overlap."""
     sends: bool = False
     """Pipeline sends overlap; an array if plans differ."""
+    exposed_sends: float = 0.0
+    """The share of such sends that is waited for."""
+    spans_chunks: bool = False
+    """Interleaved, the collectives of one chunk's weights and gradients overlap with other chunks' passes."""
     stops_early: bool = True
     """Recomputation stops when autograd has all saved tensors (torch.utils.checkpoint's early stop)."""
     kernels: tuple[float, float] = (0.0, 0.0)

@@ -71,7 +71,10 @@ def find_unused_options(plan: Plan) -> Mapping[str, str]:
 
 def find_overlap_options(plan: Plan) -> Mapping[str, object]:
     """Return the overlap options that are off, for gradient reduction and the parameter all-gather."""
-    # Megatron-LM's own default is off, too; parameters are all-gathered by the distributed optimizer only.
+    # Megatron-LM's own default is off, too; parameters are all-gathered by the distributed optimizer only. In
+    # a pipeline without interleaving that overlap costs more than it gains (``timing.py``).
     layout = get_layout(plan)
-    names = ["overlap_grad_reduce", *(["overlap_param_gather"] if layout.distributed_optimizer else [])]
+    names = ["overlap_grad_reduce"]
+    if layout.distributed_optimizer and (plan.degrees.pp == 1 or plan.degrees.vpp > 1):
+        names.append("overlap_param_gather")
     return {name: True for name in names if not getattr(layout, name)}

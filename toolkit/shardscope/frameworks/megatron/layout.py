@@ -123,7 +123,8 @@ class MegatronLayout(Layout):
     overlap_grad_reduce: bool = False
     """Reduce gradients bucket by bucket during the last backward."""
     overlap_param_gather: bool = False
-    """All-gather updated weights during the next forward; needs ``overlap_grad_reduce``."""
+    """All-gather updated weights during the next forward; needs ``overlap_grad_reduce``. With ``pp`` and
+    without ``vpp``, the first micro-batch waits for the all-gathers of all stages, one after another."""
     tp_comm_overlap: bool = False
     """Transformer Engine's user buffers: tensor-parallel collectives in chunks, overlapped with the
     matmuls next to them; needs sequence parallelism."""

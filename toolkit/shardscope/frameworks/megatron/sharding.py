@@ -39,8 +39,8 @@ def shard_layer(plan: Plan, stage: Stage, layer: int) -> StateSharding:
     """Return where the state of a layer of ``stage`` is; ``layer`` is its position on the stage.
 
     The distributed optimizer's buffer has the stage's weights from the last to the first (``params[::-1]``),
-    in one bucket, or in several if the reduction overlaps with backward. Each rank owns a range of every
-    bucket. Buckets end with a tensor; here they are of equal size.
+    in one bucket for each model chunk, or in several if the first stage's reduction overlaps with backward.
+    Each rank owns a range of every bucket. Buckets end with a tensor; here they are of equal size.
     """
     arch, degrees = plan.architecture, plan.degrees
     replicas, tp = count_replicas(plan), plan.degrees.tp
@@ -63,15 +63,17 @@ def shard_layer(plan: Plan, stage: Stage, layer: int) -> StateSharding:
     start = behind_layers + (later - later_moe) * dense[False] + later_moe * (dense[True] + in_buffer)
     elements = dense[is_moe] + is_moe * in_buffer
     total = stage.layers + stage.edges + (0 if has_expert_buffer else stage.experts)
-    main = _shard_buffer(plan, start, elements, total, replicas.dense)
+    main = _shard_buffer(plan, stage, start, elements, total, replicas.dense)
     if not (has_expert_buffer and is_moe):
         return main
     return main._replace(
-        experts=_shard_buffer(plan, later_moe * experts, experts, stage.experts, replicas.experts)
+        experts=_shard_buffer(plan, stage, later_moe * experts, experts, stage.experts, replicas.experts)
     )
 
 
-def _shard_buffer(plan: Plan, start: int, elements: int, total: int, ranks: int) -> StateSharding:
+def _shard_buffer(
+    plan: Plan, stage: Stage, start: int, elements: int, total: int, ranks: int
+) -> StateSharding:
     """Return the sharding of ``elements`` weights at ``start`` of a buffer of ``total`` weights."""
     layout, whole = get_layout(plan), replicate(ranks)
     state = StateSharding(
@@ -85,7 +87,7 @@ def _shard_buffer(plan: Plan, start: int, elements: int, total: int, ranks: int)
     )
     if not layout.distributed_optimizer or ranks == 1:
         return state
-    buckets = count_buckets(layout, total, count_replicas(plan).dense)
+    buckets = count_buckets(plan, stage, total)
     owned = _slice_buckets(start, elements, ceil_div(total, buckets), ranks)
     several = f" in each of {buckets} buckets" if buckets > 1 else ""
     return state._replace(

@@ -355,6 +355,11 @@ def list_rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) ->
     return tuple(tensors)
 
 
+def is_replicated(name: str) -> bool:
+    """Return whether every tensor-parallel rank has the whole matrix ``name``."""
+    return _get_module_name(name) in _REPLICATED
+
+
 def _is_sharded(name: str, shape: tuple[int, ...]) -> bool:
     module = _get_module_name(name)
     if module in _REPLICATED:

@@ -40,7 +40,9 @@ def compute_step_seconds(table: Table, plans: Plan, stage: Stage) -> NDArray[np.
     parts = seconds.parts
     repeated = sum_columns([parts[part] for part in PER_MICRO_BATCH_PARTS])
     in_step = sum_columns([repeated, *(parts[part] for part in PER_STEP_PARTS)])
-    through_stage = sum_columns([repeated, seconds.copied])
+    # As in ``Pipeline.compute_bubble``; 0 where the schedule interleaves.
+    waits = plans.num_micro_batches * seconds.first_wait
+    through_stage = sum_columns([repeated, seconds.copied, waits])
     busy = table.split_by_position(table.rows.expand(in_step, np.float64))
     flowing = table.split_by_position(table.rows.expand(through_stage, np.float64))
 
