@@ -323,10 +323,10 @@ def test_nvme_takes_time_on_cpu_ranks_too() -> None:
         layout = ss.Layout.zero(stage=3, **options)  # type: ignore[arg-type]
         return ss.Plan(ss.models["llama-3.1-8b"], cluster, ss.Recipe(), layout).step().parts["offload"]
 
-    # Eight ranks read and write 12 bytes of optimizer state for each weight.
+    # Eight ranks read and write 12 bytes of optimizer state for each weight, and 4 of its gradient.
     weights = ss.models["llama-3.1-8b"].num_parameters
     optimizer = predict_offload(offload_optimizer="nvme")
-    assert optimizer == pytest.approx(2 * 12 * weights / 20e9, rel=1e-3)
+    assert optimizer == pytest.approx(2 * 16 * weights / 20e9, rel=1e-2)
     assert predict_offload(offload_optimizer="nvme", offload_params="nvme") > optimizer
 
 

@@ -82,10 +82,10 @@ def test_without_expert_parallelism_all_weights_share_one_group() -> None:
 def test_the_host_update_time_does_not_depend_on_ep() -> None:
     """All weights are updated once on a node's processors."""
     whole, spread = (
-        build_mixtral_plan(ss.Layout.zero(stage=2, ep=ep, offload_optimizer="cpu")).step().parts["offload"]
+        list_stage_traffic(build_mixtral_plan(ss.Layout.zero(stage=2, ep=ep, offload_optimizer="cpu")))
         for ep in (1, 8)
     )
-    assert spread == pytest.approx(whole, rel=0.03)
+    assert spread[0][1].updated_on_host == pytest.approx(whole[0][1].updated_on_host, rel=0.03)
 
 
 @SLOW
@@ -109,8 +109,10 @@ def test_megatron_updates_the_elements_of_its_memory_model(plan: ss.Plan) -> Non
 def test_deepspeed_updates_the_elements_of_its_memory_model(plan: ss.Plan) -> None:
     # AutoTP does not shard the head, which the counts of the step time ignore.
     assume(plan.layout.stage > 0 and plan.degrees.tp == 1)  # type: ignore[attr-defined]
+    # On the host: Adam's 28 bytes, 8 to scale the gradient, and those of the cast to the compute type.
+    passes = (28 + 8 + 4 + widths[plan.recipe.precision].compute) / 28
     for stage, traffic in list_stage_traffic(plan):
-        updated = traffic.updated + traffic.updated_on_host
+        updated = traffic.updated + traffic.updated_on_host / passes
         # Partitions are padded; stage 3 cuts each tensor, small ones too.
         assert updated == pytest.approx(count_elements(plan, stage).partition, rel=0.02)
 

@@ -59,9 +59,10 @@ class StateTraffic(NamedTuple):
     fetched_backward: float = NOTHING
     """The same in all backwards."""
     returned_backward: float = NOTHING
-    """Bytes of gradients offloaded to the host in all backwards."""
+    """Bytes of gradients offloaded to the host in all backwards, and of those that the same stream reads
+    back, one copy after another."""
     returned_waiting: float = NOTHING
-    """Bytes of gradients offloaded in backwards that wait for them, not overlapped."""
+    """Bytes of gradients copied to the host and back while backward waits for them, not overlapped."""
     returned_after: float = NOTHING
     """Bytes of updated weights copied back after the optimizer step, not overlapped."""
     nvme_overlapped: float = NOTHING
@@ -71,7 +72,8 @@ class StateTraffic(NamedTuple):
     updated: float = 0.0
     """Number of weights updated by one rank's optimizer on its GPU."""
     updated_on_host: float = NOTHING
-    """Number of weights updated on the host for one rank."""
+    """Number of weights updated on the host for one rank; other passes over host memory count as the share
+    of an update that they take."""
     main_copies: bool = False
     """Whether the optimizer updates fp32 main copies and casts them to the module's weights."""
     first_micro_batch_waits: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.core.ops import maximum
+from shardscope.core.ops import maximum, minimum
 from shardscope.core.precision import FP32, widths
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
@@ -24,6 +24,9 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
 
     The first micro-batch's gradients become ``.grad``, later ones are added to it; autocast casts them from
     half precision. The reducer averages views of its buckets. Bytes.
+
+    The embedding's gradient is the last one, and its bucket is at least as large: backward ends before its
+    all-reduce starts (``mark_variable_ready``, torch/csrc/distributed/c10d/reducer.cpp).
     """
     width, weights = widths[plan.recipe.precision], stage.trainable
     num_bytes = weights * width.original
@@ -31,8 +34,20 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     cast = width.compute + FP32 if width.compute < width.original else 0
     # An addition reads two gradients and writes their sum; averaging reads and writes the bucket once.
     added = 3 * width.original * (plan.num_micro_batches - 1) + 2 * width.original
+    # A tied head is the embedding: its gradient is complete with the embedding's.
+    untied_head = 0 if plan.architecture.tie_word_embeddings else stage.head
+    embedding = 0 if plan.recipe.has_adapters else width.original * (stage.edges - untied_head)
+    last_bucket = minimum(num_bytes, maximum(embedding, BUCKET_BYTES))
     transfer = Transfer(
-        "gradients", "all_reduce", num_bytes, plan.world_size, 1, 1, messages, "last_backward"
+        "gradients",
+        "all_reduce",
+        num_bytes,
+        plan.world_size,
+        1,
+        1,
+        messages,
+        "last_backward",
+        exposed_share=last_bucket / num_bytes,
     )
     return StateTraffic(
         (transfer,),

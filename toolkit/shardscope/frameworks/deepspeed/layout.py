@@ -139,10 +139,11 @@ class ZeroLayout(Layout):
     reduce_bucket_size: int = 500_000_000
     """Elements of gradients that are reduced at once; stages 1 and 2 allocate a whole bucket in backward."""
     allgather_bucket_size: int = 500_000_000
-    """Elements of updated weights that stages 1 and 2 all-gather at once; an even number."""
+    """Elements of updated weights that stages 1 and 2 all-gather at once, an even number; without effect,
+    since torch all-gathers each parameter group in one call."""
     overlap_comm: bool | None = None
-    """Whether reductions are overlapped with backward, with a second bucket in stages 1 and 2. ``None``: in
-    stage 3 only."""
+    """Whether reductions are overlapped with backward, with a second bucket in stages 1 and 2, where nothing
+    overlaps with ``offload_optimizer``. ``None``: in stage 3 only."""
     contiguous_gradients: bool = True
     """Whether gradients are copied into the bucket as they are computed."""
     communication_data_type: Literal["fp32"] | None = None

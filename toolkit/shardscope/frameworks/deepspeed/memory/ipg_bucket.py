@@ -6,6 +6,8 @@ DeepSpeed 0.19: ``average_tensor``, ``allreduce_and_scatter``, ``allreduce_bucke
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -69,6 +71,61 @@ class ReductionOptions(NamedTuple):
             and rank * gradient.partition < gradient.start + gradient.size
             for gradient in bucket
         )
+
+
+class BucketCounts(NamedTuple):
+    """Buckets in which one reduction of all gradients is made."""
+
+    number: int
+    last: int
+    """Elements of the last one: its reduction starts when backward has ended."""
+    owned: int = 0
+    """Sum over the buckets of the elements that their busiest rank owns, and copies to the host."""
+    overlapping: int = 0
+    """The same with whole tensors in place of their owned slices."""
+
+
+def count_buckets(
+    gradients: Iterable[FlatGradient], bucket_size: int, *, finds_busiest: bool
+) -> BucketCounts:
+    """Return the buckets of ``gradients``, in the order in which they are reduced.
+
+    ``finds_busiest``: count what the busiest rank of each bucket copies to the host. A bucket has consecutive
+    tensors, so it belongs to few ranks, and the next all-reduce waits for them.
+    """
+    number = elements = owned = overlapping = 0
+    bucket: list[FlatGradient] = []
+
+    def reduce_bucket() -> None:
+        nonlocal number, owned, overlapping
+        number += 1
+        if finds_busiest:
+            busiest = _count_of_busiest_rank(bucket)
+            owned, overlapping = owned + busiest[0], overlapping + busiest[1]
+
+    for gradient in gradients:
+        if bucket and elements + gradient.size > bucket_size:
+            reduce_bucket()
+            bucket, elements = [], 0
+        bucket.append(gradient)
+        elements += gradient.size
+    if bucket:
+        reduce_bucket()
+    return BucketCounts(number, elements, owned, overlapping)
+
+
+def _count_of_busiest_rank(bucket: list[FlatGradient]) -> tuple[int, int]:
+    """Return the most elements of ``bucket`` that one rank owns, and of tensors that it owns a slice of."""
+    owned: Counter[int] = Counter()
+    overlapping: Counter[int] = Counter()
+    for gradient in bucket:
+        if not gradient.size:
+            continue
+        last_owner = (gradient.end - 1) // gradient.partition
+        for rank in range(gradient.start // gradient.partition, last_owner + 1):
+            owned[rank] += gradient.count_owned_by(rank)
+            overlapping[rank] += gradient.size
+    return max(owned.values(), default=0), max(overlapping.values(), default=0)
 
 
 def count_reduction_copies(bucket: list[FlatGradient], options: ReductionOptions) -> int:

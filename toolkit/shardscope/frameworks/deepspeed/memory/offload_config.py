@@ -84,7 +84,8 @@ def _offload_optimizer(
     nvme_bytes = 0
     if nvme is not None and layout.offload_optimizer == "nvme":
         # Main copies, moments and gradients are files; a buffer pool holds the sub-group being updated.
-        nvme_bytes, host_bytes = nvme.optimizer_files, nvme.optimizer_host
+        nvme_bytes = nvme.optimizer_files + nvme.gradient_files
+        host_bytes = nvme.optimizer_host
     else:
         # fp32 main copies, moments, and the fp32 gradients that DeepSpeedCPUAdam reads (pinned).
         host_bytes = FP32 * counts.partition + moments + FP32 * counts.partition
@@ -285,7 +286,9 @@ class NvmeBytes(NamedTuple):
     params_files: int
     params_host: int
     optimizer_files: int
-    """Main copies, moments and gradients in files."""
+    """Main copies and moments in files."""
+    gradient_files: int
+    """fp32 gradients in files."""
     optimizer_host: int
     """Host buffers of these, and sub-groups that are too small for files."""
     unswapped_gradients: int
@@ -322,7 +325,7 @@ def _count_nvme_bytes(
     # A head has its own tensor, and so its own file, until it is tied to the embedding. Models with experts
     # are partitioned after they are built (transformers' expert modules cannot be built inside zero.Init).
     tied_head = tensors.used[:1] if arch.tie_word_embeddings and arch.mixture_of_experts is None else ()
-    params, optimizer = (0, 0), (0, 0, 0)
+    params, optimizer = (0, 0), (0, 0, 0, 0)
     if options.swaps_params:
         params = count_parameter_bytes(tensors, tied_head, ranks, options)
     if options.swaps_optimizer:

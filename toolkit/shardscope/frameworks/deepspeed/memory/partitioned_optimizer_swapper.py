@@ -67,9 +67,12 @@ class PartitionedOptimizerSwapper:
 
 def count_optimizer_bytes(
     tensors: RankTensors, ranks: int, moment_bytes: int, num_buffers: int, options: NvmeOptions
-) -> tuple[int, int, int]:
-    """Return (file, host, device) bytes of an optimizer with ``moment_bytes`` per weight."""
-    files = host = device = largest = 0
+) -> tuple[int, int, int, int]:
+    """Return the bytes of an optimizer with ``moment_bytes`` per weight.
+
+    They are those of its files, of its gradients' files, on the host and on the device.
+    """
+    files = gradient_files = host = device = largest = 0
     for sub_group in create_sub_groups(tensors.trained, ranks, options.sub_group_size, tensors.is_vector):
         partitions = [ceil_div(size, ranks) for size in sub_group]
         elements = sum(partitions)
@@ -81,6 +84,6 @@ def count_optimizer_bytes(
         files += align_bytes(elements, FP32) * (FP32 + moment_bytes) // FP32
         for partition in partitions:
             if is_swappable(partition, FP32):
-                files += FP32 * partition // ALIGNED_BYTES * ALIGNED_BYTES
+                gradient_files += FP32 * partition // ALIGNED_BYTES * ALIGNED_BYTES
             device += FP32 * partition if stays_on_device(partition) else 0
-    return files, host + num_buffers * align_bytes(largest, FP32), device
+    return files, gradient_files, host + num_buffers * align_bytes(largest, FP32), device

@@ -112,6 +112,8 @@ class PartitionedParameterCoordinator:
         """Maximum of ``live`` since a caller last reset it to ``live``."""
         self.all_gathered = 0
         """Elements of all all-gathers so far."""
+        self.copied_out = 0
+        """The part of them that is copied out of a flat buffer for several parameters."""
         self.inflight_params: dict[int, list[int]] = {}
         """Parameters with a pending all-gather, and all parameters of that coalesced all-gather."""
         self.inflight_elements = 0
@@ -231,6 +233,8 @@ class PartitionedParameterCoordinator:
             self.num_available_params += self.sizes[index]
             self.live += self.gathered_sizes[index]
             self.all_gathered += self.gathered_sizes[index]
+            if len(params) > 1 and self.ranks > 1:
+                self.copied_out += self.gathered_sizes[index]
         self.peak = max(self.peak, self.live)
 
     def _wait_for_param(self, index: int) -> None:

@@ -87,6 +87,11 @@ class AsyncPartitionedParameterSwapper:
         """The same as a mask."""
         self.is_on_nvme[list(self._swapped)] = True
         self.available_swap_in_buffers = options.num_buffers
+        self.read_elements = 0
+        """Elements of all reads so far."""
+        self.written_elements = sum(partitions[index] for index in self._swapped if trained[index])
+        """Elements that the optimizer step writes (``_partitioned_params_swap_out``, stage3.py)."""
+        self._partitions = partitions
         self.failure: SwapFailure | None = None
         """First assertion that DeepSpeed fails; None if there is none."""
 
@@ -101,6 +106,7 @@ class AsyncPartitionedParameterSwapper:
             if index in self.on_nvme:
                 self.on_nvme.discard(index)
                 self.is_on_nvme[index] = False
+                self.read_elements += self._partitions[index]
                 self.available_swap_in_buffers -= 1
                 if self.available_swap_in_buffers < 0 and self.failure is None:
                     self.failure = "no buffer"

@@ -19,8 +19,16 @@ from shardscope.core.number_format import format_count, format_gib
 from shardscope.core.ops import all_true, ceil_div, map_distinct, maximum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_cast_width, get_layout
-from shardscope.frameworks.deepspeed.memory.fp16_optimizer import compute_stage_0_state, count_all_reduce_copy
-from shardscope.frameworks.deepspeed.memory.ipg_bucket import ReductionOptions
+from shardscope.frameworks.deepspeed.memory.fp16_optimizer import (
+    ALL_REDUCE_ELEMENTS,
+    compute_stage_0_state,
+    count_all_reduce_copy,
+)
+from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
+    BucketCounts,
+    ReductionOptions,
+    count_buckets,
+)
 from shardscope.frameworks.deepspeed.memory.offload_config import offload_state
 from shardscope.frameworks.deepspeed.memory.parameter_offload import build_traced_model
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
@@ -39,7 +47,11 @@ from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure, get_nvme_options
 from shardscope.frameworks.deepspeed.memory.peaks import BackwardPart, PhaseElements
 from shardscope.frameworks.deepspeed.memory.pipeline import add_pipeline_buffers
-from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import compute_stage_3_state, simulate_step
+from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import (
+    Stage3Traffic,
+    compute_stage_3_state,
+    simulate_step,
+)
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import (
     FlatPartition,
     compute_pipeline_reduction_bytes,
@@ -211,8 +223,10 @@ class ElementCounts(NamedTuple):
     """Elements that stage 3 has all-gathered at the end of forward."""
     gathered_in_forward: tuple[tuple[int, int], ...]
     """(layers passed, elements that stage 3 has all-gathered) at points of forward."""
-    all_gathered: tuple[int, int]
-    """Elements of the all-gathers that a forward and a backward of stage 3 start."""
+    traffic: Stage3Traffic
+    """Elements that a micro-batch of stage 3 moves."""
+    buckets: BucketCounts
+    """Buckets of ``trained`` in which gradients are reduced, routed experts of their own group excluded."""
     head: LayerPhases
     """Backward of the head and the final norm."""
     layers: tuple[LayerPhases, ...]
@@ -365,7 +379,7 @@ def _count_elements(
     frozen = tensors.frozen.total
     flat_buffers = largest_slice = largest_expert_slice = persistent = after_forward = 0
     in_forward: tuple[tuple[int, int], ...] = ((0, 0),)
-    all_gathered = (0, 0)
+    traffic = Stage3Traffic()
     if settings.stage == 3:
         # Every tensor is partitioned by itself, and sub-groups of them are updated together.
         partition = own_gradients = sum_partitions(tensors.trained, ranks)
@@ -376,7 +390,7 @@ def _count_elements(
         model = build_traced_model(arch, adapters, dense_layers, moe_layers)
         step = simulate_step(model, ranks, settings.recompute_interval, settings.options)
         persistent, after_forward, in_forward = step.persistent, step.after_forward, step.in_forward
-        all_gathered = step.all_gathered
+        traffic, buckets = step.traffic, step.buckets
         parts = step.backward
     else:
         # Flat buffers are partitioned; experts that expert parallelism shards have one of their own.
@@ -388,7 +402,11 @@ def _count_elements(
         update_group = max(dense.elements, experts.elements)
         flat_buffers = dense.flat_buffers + experts.flat_buffers
         largest_slice, largest_expert_slice = dense.largest_slice, experts.largest_slice
-        parts = _count_backward_parts(settings, tensors, dense, experts, tied_head, bool(accumulates))
+        options = _build_reduction_options(settings, dense)
+        buckets = _count_reduction_buckets(settings, tensors, options)
+        parts = _count_backward_parts(
+            settings, tensors, options, experts.overlapping, tied_head, bool(accumulates)
+        )
     # Array formulas need a fixed number of phases: keep the layers that can have the peak.
     head, *layers, embedding, reduction = parts
     next_layers = [*(layer.first_gradient for layer in layers[1:]), embedding.first_gradient]
@@ -410,7 +428,8 @@ def _count_elements(
         persistent=persistent,
         after_forward=after_forward,
         gathered_in_forward=_choose_in_forward(in_forward),
-        all_gathered=all_gathered,
+        traffic=traffic,
+        buckets=buckets,
         head=_get_layer_phases(head, layers[0].first_gradient),
         layers=tuple(_get_layer_phases(layers[index], next_layers[index]) for index in chosen),
         layers_before_largest=largest_layer,
@@ -419,33 +438,49 @@ def _count_elements(
     )
 
 
-def _count_backward_parts(
-    settings: _Settings,
-    tensors: RankTensors,
-    dense: FlatPartition,
-    experts: FlatPartition,
-    tied_head: int,
-    accumulates: bool,
-) -> tuple[BackwardPart, ...]:
-    """Return the parts of backward in stages 0 to 2; the last one is the final reduction."""
+def _build_reduction_options(settings: _Settings, dense: FlatPartition) -> ReductionOptions:
     options = settings.options
-    if settings.stage == 0:
-        # All gradients stay, and are flattened group by group for the all-reduce after backward.
-        flattened = max(
-            count_all_reduce_copy(sizes, cast_width=options.cast_width)
-            for sizes in (tensors.trained, tensors.experts)
-        )
-        reduction = PhaseElements(flattened, tensors.trained.total + tensors.experts.total)
-        return reduce_after_backward(tensors, reduction, tied_head, accumulates)
-    reduction_options = ReductionOptions(
+    return ReductionOptions(
         dense.sizes,
         dense.rank,
         dense.overlapping,
-        options.reduce_bucket_size,
+        options.reduce_bucket_size if settings.stage else ALL_REDUCE_ELEMENTS,
         partitions_gradients=settings.stage == 2,
         norm_width=options.norm_width,
         cast_width=options.cast_width,
     )
+
+
+def _count_reduction_buckets(
+    settings: _Settings, tensors: RankTensors, options: ReductionOptions
+) -> BucketCounts:
+    """Return the buckets of stages 0 to 2: in the order of backward, or in model order after it."""
+    gradients = options.place_gradients(tensors.trained, tensors.is_vector)
+    if settings.stage == 2 or settings.overlaps:
+        gradients = [gradients[index] for index in tensors.gradient_order]
+    return count_buckets(gradients, options.bucket_size, finds_busiest=options.norm_width > 0)
+
+
+def _count_backward_parts(
+    settings: _Settings,
+    tensors: RankTensors,
+    reduction_options: ReductionOptions,
+    expert_gradients: int,
+    tied_head: int,
+    accumulates: bool,
+) -> tuple[BackwardPart, ...]:
+    """Return the parts of backward in stages 0 to 2; the last one is the final reduction.
+
+    ``expert_gradients``: elements of routed experts' gradients in their own group that the rank keeps.
+    """
+    if settings.stage == 0:
+        # All gradients stay, and are flattened group by group for the all-reduce after backward.
+        flattened = max(
+            count_all_reduce_copy(sizes, cast_width=reduction_options.cast_width)
+            for sizes in (tensors.trained, tensors.experts)
+        )
+        reduction = PhaseElements(flattened, tensors.trained.total + tensors.experts.total)
+        return reduce_after_backward(tensors, reduction, tied_head, accumulates)
     if settings.stage == 2 or settings.overlaps:
         # Stage 1 reduces in the last micro-batch's backward alone.
         keeps_earlier = settings.stage == 1 and accumulates
@@ -455,13 +490,13 @@ def _count_backward_parts(
         late = count_late_reduction(tensors.trained, tensors.is_vector, reduction_options)
         reduction = PhaseElements(late, tensors.trained.total)
         parts = reduce_after_backward(tensors, reduction, tied_head, accumulates)
-    if not experts.overlapping:
+    if not expert_gradients:
         return parts
     # The gradients of experts that are a separate parameter group are kept as well.
     return tuple(
         BackwardPart(
             part.first_gradient,
-            part.peak._replace(gradients=part.peak.gradients + experts.overlapping),
+            part.peak._replace(gradients=part.peak.gradients + expert_gradients),
         )
         for part in parts
     )

@@ -14,6 +14,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import get_layout, get_reduction_width
+from shardscope.frameworks.deepspeed.memory.ipg_bucket import BucketCounts
 from shardscope.frameworks.deepspeed.memory.parameter_offload import trace_modules
 from shardscope.frameworks.deepspeed.memory.partition_parameters import FP64, count_secondary_partitions
 from shardscope.frameworks.deepspeed.memory.partitioned_optimizer_swapper import (
@@ -154,6 +155,21 @@ def _compute_working_memory(plan: Plan, rank: RankCounts) -> Term:
 # ---- One step
 
 
+class Stage3Traffic(NamedTuple):
+    """Elements that one micro-batch moves, each in forward and in backward, and the buckets of its gradients.
+
+    Reads from NVMe and writes to it are of the rank's own partitions.
+    """
+
+    all_gathered: tuple[int, int] = (0, 0)
+    """Elements of the all-gathers that start."""
+    copied_out: tuple[int, int] = (0, 0)
+    """The part of them that is copied out of a flat buffer, as several parameters share one all-gather."""
+    read_from_nvme: tuple[int, int] = (0, 0)
+    written_to_nvme: int = 0
+    """Elements that the optimizer step writes to NVMe."""
+
+
 class Stage3Step(NamedTuple):
     """Elements of all-gathered parameters, unsharded gradients and reduction copies in one step."""
 
@@ -165,8 +181,8 @@ class Stage3Step(NamedTuple):
     """Parts of backward; the last one is the final reduction."""
     in_forward: tuple[tuple[int, int], ...]
     """(layers passed, maximum elements) in forward; entries below a later maximum are left out."""
-    all_gathered: tuple[int, int]
-    """Elements of the all-gathers that forward and backward start."""
+    traffic: Stage3Traffic
+    buckets: BucketCounts
     failure: SwapFailure | None = None
     """Assertion that DeepSpeed fails in this step; None if there is none."""
 
@@ -194,7 +210,7 @@ class _StepSimulation:
         if options.nvme is not None and options.nvme.swaps_optimizer:
             partitions = [-(-size // ranks) for size in self.sizes]
             self.optimizer_swapper = PartitionedOptimizerSwapper(partitions, options.nvme.half)
-        self.bucket_elements = self.num_in_bucket = self.largest_partition = 0
+        self.bucket_elements = self.num_in_bucket = self.largest_partition = self.num_buckets = 0
         self.outside_bucket = 0
         """Elements of unreduced gradients that are not copied to the bucket: they stay autograd's tensors."""
 
@@ -212,7 +228,7 @@ class _StepSimulation:
             before, behind = self._run_forward_part(events, number)
             in_forward.append((max(0, min(number - 1, num_layers)), max(before, behind)))
             in_forward.append((min(number, num_layers), behind))
-        after_forward, in_forward_gathers = self.coordinator.live, self.coordinator.all_gathered
+        after_forward, moved_in_forward = self.coordinator.live, self._count_moved()
         # Backward. Gradients stay in the bucket from one part to the next.
         parts = [self._run_backward_part(events, number) for number, events in enumerate(self.trace.backward)]
         # The final reduction starts in the hook of the last gradient.
@@ -220,14 +236,24 @@ class _StepSimulation:
         copies = self._reduce_ipg_bucket() if self.trains_all else self._move_partitions_to_host()
         reduction = self._build_phase(gathered + copies)
         swapper = self.coordinator.swapper
+        moved = zip(moved_in_forward, self._count_moved(), strict=True)
+        all_gathered, copied_out, read = ((forward, both - forward) for forward, both in moved)
+        written = swapper.written_elements if swapper is not None else 0
         return Stage3Step(
             self.coordinator.persistent_elements,
             after_forward,
             (*parts, BackwardPart(reduction, reduction)),
             _drop_below_later(in_forward),
-            (in_forward_gathers, self.coordinator.all_gathered - in_forward_gathers),
+            Stage3Traffic(all_gathered, copied_out, read, written),
+            BucketCounts(self.num_buckets + (self.bucket_elements > 0), self.bucket_elements),
             swapper.failure if swapper is not None else None,
         )
+
+    def _count_moved(self) -> tuple[int, int, int]:
+        """Return the elements all-gathered, copied out of flat buffers and read from NVMe so far."""
+        swapper = self.coordinator.swapper
+        read = swapper.read_elements if swapper is not None else 0
+        return self.coordinator.all_gathered, self.coordinator.copied_out, read
 
     def _run_forward_part(self, events: list[HookEvent], number: int) -> tuple[int, int]:
         """Run one part of forward. Return the maximum elements before and from its last matmul.
@@ -357,6 +383,7 @@ class _StepSimulation:
         if self.bucket_elements and self.bucket_elements + size > bucket_size:
             copies = self._reduce_ipg_bucket()
             self.bucket_elements = self.num_in_bucket = self.outside_bucket = 0
+            self.num_buckets += 1
         self.bucket_elements += size
         self.num_in_bucket += 1
         if self.optimizer_swapper is not None:
