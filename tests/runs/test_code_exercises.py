@@ -101,6 +101,35 @@ def test_the_solution_equals_one_process(exercise: str) -> None:
     assert "1 reduce_scatter (6,144 bytes)" in feedback.text or exercise != FSDP
 
 
+def test_fsdp_by_functional_collectives_and_a_checkpoint_is_right() -> None:
+    """torch's own operators make the second all-gather and the reduce-scatter by themselves."""
+    source = """
+import torch
+from torch.distributed import group
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.utils.checkpoint import checkpoint
+import torch.distributed as dist
+
+class ShardedLinear(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.shape = linear.weight.shape
+        slices = linear.weight.detach().flatten().chunk(dist.get_world_size())
+        self.shard = torch.nn.Parameter(slices[dist.get_rank()].clone())
+        self.shard.register_hook(lambda grad: grad / dist.get_world_size())
+
+    def multiply(self, x, shard):
+        whole = all_gather_tensor_autograd(shard, 0, group.WORLD)
+        return x @ whole.view(self.shape).t()
+
+    def forward(self, x):
+        return checkpoint(self.multiply, x, self.shard, use_reentrant=False)
+"""
+    feedback = teach.check(FSDP, run_cell(source, NAMES[FSDP]))
+    assert feedback.correct, feedback.text
+    assert "backward 1 allgather (6,144 bytes), 1 reduce_scatter (6,144 bytes)" in feedback.text
+
+
 WRONG = {
     "forgot to divide": (DDP, "2 times too large", ("        flat /= dist.get_world_size()\n", "")),
     "last bucket is not sent": (
@@ -111,6 +140,11 @@ WRONG = {
     "not copied back": (DDP, "still has its own gradients", ("parameter.grad.copy_(", "torch.clone(")),
     "one message for each tensor": (DDP, "need 3 buckets", ("size + num_bytes > bucket_bytes", "True")),
     "one message for all": (DDP, "is larger than a bucket", ("size + num_bytes > bucket_bytes", "False")),
+    "buckets begin with the first parameter": (
+        DDP,
+        "the first bucket has the first parameter",
+        ("in reversed(parameters):", "in parameters:"),
+    ),
     "one rank does not call": (
         DDP,
         "Rank 0 has returned from it; rank 1 is in line",

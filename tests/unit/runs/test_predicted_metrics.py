@@ -61,6 +61,13 @@ def test_cpu_ranks_are_compared_with_tensors_that_outlive_a_step(tmp_path: Path)
     assert "optimizer" in metrics.memory_content
 
 
+def test_memory_of_a_script_on_cpu_ranks_is_its_processes_and_is_not_predicted(tmp_path: Path) -> None:
+    engine = {"num_parameters": ON_CPUS.architecture.num_parameters}
+    metrics = attach(tmp_path, ON_CPUS, engine, trains_the_plan=False, predicted=STEP).predicted_metrics()
+    assert metrics is not None and metrics.step_seconds == 0.5
+    assert metrics.get("peak_memory_bytes") is None and metrics.memory_title == "memory"
+
+
 @pytest.mark.parametrize("engine", [None, "x", {}, {"num_parameters": 12}, {"sentence": "FSDP2"}])
 def test_a_function_that_trains_another_model_has_no_predictions(tmp_path: Path, engine: Any) -> None:
     run = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.saved_checkpoints import write_checkpoint
 from tests.weights_folders import write_file, write_folder
 from written_runs import write_run
 
@@ -70,7 +71,11 @@ def test_adapters_are_found_with_their_base(tmp_path: Path) -> None:
     ("status", "export", "expected"),
     [
         ("finished", False, r"launched without export=True.*Finetune\(weights, data, export=True\)"),
-        ("stopped", True, r"this one is stopped, and weights are exported after the last step.*resume=True"),
+        (
+            "stopped",
+            True,
+            r"this one is stopped, and weights are exported after the last step.*no checkpoint",
+        ),
         ("failed", True, r"this one is failed"),
         ("running", True, r"this one is running.*run\.wait\(\) first"),
     ],
@@ -82,6 +87,15 @@ def test_a_run_without_a_model_is_refused(
     run = ss.Run.attach(write_run("none", status, parent=tmp_path, task=task))
     with pytest.raises(ValueError, match=expected):
         ss.merge(run) if use == "merge" else run.chat()
+
+
+def test_a_stopped_run_with_a_checkpoint_is_resumed_by_its_folder(tmp_path: Path) -> None:
+    """``resume=True`` would start at step 0: the run has no name that the next one could share."""
+    task = ss.Pretrain(num_steps=20, export=True)
+    run = ss.Run.attach(write_run("saved", "stopped", parent=tmp_path, task=task))
+    write_checkpoint(run.folder / "checkpoints" / "step-000003", {"num_steps_done": 3})
+    with pytest.raises(ValueError, match=f"resume='{run.folder}'"):
+        run.chat()
 
 
 def test_a_base_that_is_gone_or_has_changed_is_refused(tmp_path: Path) -> None:

@@ -121,10 +121,53 @@ def test_an_unknown_exercise_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [128.5, "128.5 GB", "119.6 GiB", "1.285e11 bytes", "128,481 MB", np.float32(128.5)]
+    "answer",
+    [128.5, "128.5 GB", "119.6 GiB", "1.285e11 bytes", "128,481 MB", "1,028e9 bits", np.float32(128.5)],
 )
 def test_numbers_may_have_units(answer: object) -> None:
     assert teach.check("01-state-of-8b", answer).correct
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("01-bytes-per-parameter", "128 bits"),
+        ("02-micro-batches", "8 microbatches"),
+        ("02-micro-batches", "8 micro batches"),
+        ("08-lora-parameters", "6.8 million"),
+        ("08-lora-parameters", 6.8e6),
+    ],
+)
+def test_right_answers_may_be_written_in_other_ways(name: str, answer: object) -> None:
+    assert teach.check(name, answer).correct
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("01-bytes-per-parameter", "16,0"),
+        ("01-state-of-8b", "128,5 GB"),
+        ("02-recomputation-saves", "0,0175"),
+        ("06-bubble", "5,47 %"),
+    ],
+)
+def test_a_decimal_comma_is_named_and_costs_no_hint(name: str, answer: str) -> None:
+    feedback = teach.check(name, answer)
+    assert feedback.correct is False and "decimal point" in feedback.text and feedback.num_wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "words"),
+    [
+        ("03-buckets", 237, "round up"),
+        ("03-buckets", 237.7, "round up"),
+        ("08-lora-parameters", 6.8, "millions"),
+        ("09-exposed-share", 12.5, "640"),
+        ("09-utilization", 28.06, "attention"),
+    ],
+)
+def test_rounded_and_common_mistakes_get_their_own_hint(name: str, answer: float, words: str) -> None:
+    assert words in teach.check(name, answer).text
 
 
 @pytest.mark.parametrize(

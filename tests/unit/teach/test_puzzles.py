@@ -48,6 +48,14 @@ def test_ten_puzzles_in_three_levels() -> None:
 
 
 @pytest.mark.parametrize("name", list(SOLUTIONS))
+def test_hints_name_the_degrees_of_the_solution(name: str) -> None:
+    degrees = solve(name).degrees
+    hints = " ".join(teach.puzzles[name].hints)
+    for degree in ("tp", "cp", "ep"):
+        assert getattr(degrees, degree) == 1 or degree in hints, degree
+
+
+@pytest.mark.parametrize("name", list(SOLUTIONS))
 def test_every_puzzle_is_solvable_and_its_start_is_no_solution(name: str) -> None:
     puzzle = teach.puzzles[name]
     start = puzzle.check(puzzle.plan)

@@ -36,13 +36,22 @@ class Expected(Protocol):
 
 # ---- Numbers
 
-BYTES = {"b": 1.0, "byte": 1.0, "bytes": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+BYTES = {"bit": 0.125, "bits": 0.125, "b": 1.0, "byte": 1.0, "bytes": 1.0}
+DECIMAL_BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 BINARY_BYTES = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
 SECONDS = {"s": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 UNITS: Mapping[str, Mapping[str, float]] = {
-    "bytes": BYTES | BINARY_BYTES,
+    "bytes": BYTES | DECIMAL_BYTES | BINARY_BYTES,
     "seconds": SECONDS,
-    "a plain number": {"": 1.0, "x": 1.0, "times": 1.0, "%": 0.01, "percent": 0.01},
+    "a plain number": {
+        "": 1.0,
+        "x": 1.0,
+        "times": 1.0,
+        "%": 0.01,
+        "percent": 0.01,
+        "million": 1e6,
+        "billion": 1e9,
+    },
     "tokens per second": {"tokens/s": 1.0, "tok/s": 1.0, "tokens per second": 1.0},
     "FLOPs per byte": {"flop/b": 1.0, "flops/b": 1.0, "flop/byte": 1.0, "flops/byte": 1.0},
 }
@@ -52,15 +61,19 @@ COUNTED = (
     "step",
     "rank",
     "gpu",
-    "micro-batch",
-    "micro-batche",
+    "microbatch",
+    "microbatche",
     "stage",
     "layer",
     "parameter",
     "token",
 )
-"""Nouns that may follow a plain number, with or without a plural s."""
+"""Nouns that may follow a plain number, with or without a plural s, spaces and hyphens."""
 NUMBER = re.compile(r"\s*([-+]?(?:\d[\d,_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(.*?)\s*", re.IGNORECASE)
+THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
+"""A number whose commas separate groups of three digits."""
+MISTAKE_TOLERANCE = 0.005
+"""Smallest relative tolerance of a known mistake: its hint is right for a rounded number too."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,8 @@ class Number:
         dimension, scale = _find_unit(self.unit) or ("a plain number", 1.0)
         example = f"{self.unit and 'a number of '}{self.unit or 'a plain number'}"
         value, unit = _read_number(answer)
+        if value is None and isinstance(answer, str) and _has_decimal_comma(answer):
+            return Judgement(False, f"Write {answer!r} with a decimal point; expected: {example}.", False)
         if value is None:
             return Judgement(False, f"{_describe(answer)}; expected: {example}, such as 12.5.", False)
         if unit is not None:
@@ -100,7 +115,7 @@ class Number:
         if _is_near(value, expected, self.tolerance):
             return Judgement(True, "")
         for mistake in self.mistakes:
-            if _is_near(value, mistake.value(), self.tolerance):
+            if _is_near(value, mistake.value(), max(self.tolerance, MISTAKE_TOLERANCE)):
                 return Judgement(False, mistake.hint)
         return Judgement(False, _find_unit_mistake(value, expected, dimension, self.unit, self.tolerance))
 
@@ -115,7 +130,7 @@ def _find_unit(unit: str) -> tuple[str, float] | None:
     for dimension, units in UNITS.items():
         if name in units:
             return dimension, units[name]
-    if name.removesuffix("s") in COUNTED or name in COUNTED:
+    if re.sub(r"[\s-]", "", name).removesuffix("s") in COUNTED:
         return "a plain number", 1.0
     return None
 
@@ -125,7 +140,7 @@ def _read_number(answer: object) -> tuple[float | None, str | None]:
     unit = None
     if isinstance(answer, str):
         match = NUMBER.fullmatch(answer)
-        if match is None:
+        if match is None or _has_decimal_comma(answer):
             return None, None
         answer, unit = match[1].replace(",", "").replace("_", ""), match[2] or None
     elif isinstance(answer, bool) or not hasattr(answer, "__float__"):
@@ -136,6 +151,12 @@ def _read_number(answer: object) -> tuple[float | None, str | None]:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None, None
     return (value, unit) if math.isfinite(value) else (None, None)
+
+
+def _has_decimal_comma(text: str) -> bool:
+    """Return whether ``text`` begins with a number like ``16,6``: much of the world writes 16.6 so."""
+    match = NUMBER.fullmatch(text)
+    return match is not None and "," in match[1] and THOUSANDS.fullmatch(match[1]) is None
 
 
 def _find_unit_mistake(value: float, expected: float, dimension: str, unit: str, tolerance: float) -> str:

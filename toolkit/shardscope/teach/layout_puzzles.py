@@ -267,7 +267,7 @@ _PUZZLES = (
         min_tokens=5500,
         hints=(
             "Each token uses two of eight experts: which degree leaves experts where they are?",
-            "ep=8 with a pipeline of two interleaved stages.",
+            "ep=8 and a pipeline of two stages. Activations are what is too large then: cp=2 halves them.",
         ),
     ),
     Puzzle(

@@ -291,7 +291,7 @@ def _render_node(name: str | None) -> str:
 def _render_predicted_row(
     panels: Sequence[Panel], units: Sequence[tuple[str, float]], expected: PredictedMetrics | None
 ) -> str:
-    if expected is None:
+    if expected is None or all(expected.get(panel.metric) is None for panel in panels):
         return ""
     cells = "".join(
         f"<td>{panel.format(expected.get(panel.metric), scale)}</td>"
@@ -312,8 +312,9 @@ def _render_predicted_note(expected: PredictedMetrics | None) -> str:
         if expected.step_seconds and expected.step_source
         else ""
     )
-    text = f"Predicted at launch. Memory: {expected.memory_content}. {step}"
-    return f"<div class='ss-hint'>{escape(text.strip())}</div>"
+    memory = f"Memory: {expected.memory_content}." if expected.peak_memory_bytes is not None else ""
+    text = " ".join(filter(None, ("Predicted at launch.", memory, step)))
+    return f"<div class='ss-hint'>{escape(text)}</div>" if memory or step else ""
 
 
 def render_memory_table(

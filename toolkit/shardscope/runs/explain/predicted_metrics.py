@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class PredictedMetrics:
     """Predicted values of the logged metrics, by metric name; None where there is no prediction."""
 
-    peak_memory_bytes: int
-    """Predicted peak of one rank."""
+    peak_memory_bytes: int | None
+    """Predicted peak of one rank; None on CPU ranks of the user's own code, which log resident memory."""
     memory_content: str
     """Content of these bytes: on a GPU all tensors at the peak, on a CPU those that outlive a step."""
     memory_title: str = "memory"
@@ -52,8 +52,13 @@ def predict_metrics(plan: Plan, description: Mapping[str, object], engine: objec
         report = plan.memory()
     except ValueError:
         return None
-    # A CPU rank logs its resident memory, whose peak within a step is not tensors alone: compare what stays.
-    if plan.cluster.gpu.name == "cpu":
+    tensor_bytes: int | None
+    if plan.cluster.gpu.name == "cpu" and description.get("trains_the_plan") is not True:
+        # A script or function logs the resident memory of its process (``ctx.memory_metrics``): libraries are
+        # most of it, and no plan predicts them.
+        tensor_bytes, content, title = None, "", "memory"
+    elif plan.cluster.gpu.name == "cpu":
+        # An engine's CPU rank logs what outlives a step.
         parts = report.at("optimizer")
         tensor_bytes = parts["parameters"] + parts["gradients"] + parts["optimizer"]
         content, title = "parameters, gradients and optimizer", "training state"
@@ -63,7 +68,7 @@ def predict_metrics(plan: Plan, description: Mapping[str, object], engine: objec
     seconds, source = _read_predicted_step(description)
     tokens = plan.num_micro_batches * plan.recipe.micro_batch_size * plan.recipe.seq_len
     return PredictedMetrics(
-        peak_memory_bytes=int(tensor_bytes),
+        peak_memory_bytes=None if tensor_bytes is None else int(tensor_bytes),
         memory_content=content,
         memory_title=title,
         step_seconds=seconds,

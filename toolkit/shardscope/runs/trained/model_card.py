@@ -298,7 +298,7 @@ def _list_measured(run: Run) -> Iterator[Row]:
             _format_error(predicted, measured),
         )
     expected, peaks = run.predicted_metrics(), [rank["peak_memory_bytes"] for rank in run.memory().ranks]
-    if expected is not None and peaks:
+    if expected is not None and expected.peak_memory_bytes is not None and peaks:
         low, high = format_amount(min(peaks)), format_amount(max(peaks))
         yield (
             f"each rank: {expected.memory_content}",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shardscope.core.errors import check_choice, check_flag, check_integer, check_number, refuse
 from shardscope.records.folder import FINAL
 from shardscope.records.json_files import read_json
+from shardscope.training.checkpoints.choice import find_newest_checkpoint
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.safetensors_header import read_header
@@ -126,7 +127,11 @@ def refuse_without_model(run: Run, field: str) -> NoReturn:
     if status not in FINAL:
         refuse(field, run.name, f"a finished run: this one is {status}", "run.wait() first")
     allowed = f"a finished run: this one is {status}, and weights are exported after the last step"
-    refuse(field, run.name, allowed, "launch it again with resume=True, to its last step")
+    # resume=True finds the checkpoints of runs that were launched with the same name only.
+    has_checkpoint = find_newest_checkpoint(run.folder) is not None
+    to_resume = f"launch it again with resume={str(run.folder)!r}, to its last step"
+    anew = "launch it again: it has saved no checkpoint to resume from"
+    refuse(field, run.name, allowed, to_resume if has_checkpoint else anew)
 
 
 def _check_weights(folder: WeightsFolder) -> ModelFiles:

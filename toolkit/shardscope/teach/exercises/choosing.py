@@ -32,6 +32,12 @@ def compute_utilization() -> float:
     return float(100 * flops / gpus["h100-sxm-80gb"].peak_flops["bf16"])
 
 
+def compute_utilization_without_attention() -> float:
+    """Return the same by the rule of thumb of 6 FLOPs a parameter and token, in percent."""
+    flops = 6 * models["llama-3.1-8b"].num_parameters * MEASURED_TOKENS
+    return float(100 * flops / gpus["h100-sxm-80gb"].peak_flops["bf16"])
+
+
 EXERCISES = (
     Exercise(
         name="09-simplest-layout",
@@ -78,6 +84,11 @@ EXERCISES = (
                     lambda: 100 * compute_exposed_ms() / (compute_step_ms() - IDLE_MS),
                     "The idle time is missing in the step: the GPU waits in it, and the clock goes on.",
                 ),
+                Mistake(
+                    lambda: 100 * compute_exposed_ms() / (compute_step_ms() - compute_exposed_ms()),
+                    "That is the share of the shorter step, 640 ms. Asked for is the share of the step as it "
+                    "is.",
+                ),
             ),
         ),
         hints=(
@@ -101,6 +112,11 @@ EXERCISES = (
                     lambda: compute_utilization() / SPARSE_FACTOR,
                     'That divides by the peak "with sparsity", which no dense training reaches: half of it '
                     "is the peak.",
+                ),
+                Mistake(
+                    compute_utilization_without_attention,
+                    "That counts 6 FLOPs for each parameter and token. The scores of attention are missing, "
+                    "which grow with the sequence: flops_per_token has them.",
                 ),
             ),
         ),

@@ -193,10 +193,10 @@ EXERCISES = (
             "Stage 1 does not fit, and stage 3 sends too much. Stage 2 waits for its reductions, unless "
             "overlap_comm=True.",
         ),
-        why="ZeRO-2 shards enough to fit and all-gathers no layer in forward and backward. DeepSpeed "
-        "all-reduces its gradients after each micro-batch, 2 elements a parameter, and overlaps that with "
-        "backward only if overlap_comm=True. Here that matters: 8 L40S have PCIe and no NVLink, and "
-        "micro-batches of one sequence leave little arithmetic to hide an all-gather behind. With NVLink, or "
-        "larger micro-batches, stage 3 catches up.",
+        why="8 L40S have PCIe and no NVLink, and micro-batches of one sequence leave little arithmetic to "
+        "hide an all-gather behind. One way is ZeRO-2 with overlap_comm=True: it shards enough to fit, "
+        "all-gathers no layer in forward and backward, and hides the all-reduce of its gradients, 2 elements "
+        "a parameter after each micro-batch, behind backward. A pipeline is another: its stages send "
+        "activations only (notebook 06). With NVLink, or larger micro-batches, stage 3 catches up.",
     ),
 )

@@ -165,6 +165,7 @@ EXERCISES = (
         expected=Number(
             value=lambda: compute_layer_activations() / compute_layer_input(),
             unit="",
+            tolerance=0.005,
             mistakes=(
                 Mistake(
                     lambda: compute_layer_activations(with_scores=False) / compute_layer_input(),

@@ -57,7 +57,7 @@ EXERCISES = (
         expected=Number(
             value=lambda: float(count_adapter_parameters()),
             unit="",
-            tolerance=0.001,
+            tolerance=0.005,
             mistakes=(
                 Mistake(
                     lambda: float(count_adapter_parameters(models["llama-3.1-8b"].hidden_size)),

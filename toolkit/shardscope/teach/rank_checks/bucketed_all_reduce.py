@@ -47,6 +47,7 @@ def check_bucketed_all_reduce(learner: Learner, answer: AverageGradients) -> str
         raise ProblemError(f"The .grad of {list_names(missing)} is None afterwards; averages belong there.")
     _compare_gradients(names, found, expected, own, learner.world_size)
     _check_buckets(counter.calls, sum(gradient.numel() * gradient.element_size() for gradient in expected))
+    _check_order(counter.first_sent, own, learner.world_size)
     return (
         f"The gradients on both ranks equal those of one process with the whole batch; your code made "
         f"{describe_calls(counter.calls)}."
@@ -99,4 +100,21 @@ def _check_buckets(calls: Sequence[Call], num_bytes: int) -> None:
     if len(calls) > fewest + 1:
         raise ProblemError(
             f"{made}. {num_bytes:,} bytes need {fewest} buckets of {BUCKET_BYTES:,}, not so many."
+        )
+
+
+def _check_order(first_sent: torch.Tensor | None, own: Sequence[torch.Tensor], ranks: int) -> None:
+    """Raise :class:`ProblemError` if the first bucket has the first parameter and not the last one."""
+
+    def is_sent(gradient: torch.Tensor) -> bool:
+        # Some divide before the sum and some after it: both are right.
+        return any(bool(torch.isin(one, sent).all()) for one in (gradient, gradient / ranks))
+
+    if first_sent is None:
+        return
+    sent = first_sent
+    if is_sent(own[0]) and not is_sent(own[-1]):
+        raise ProblemError(
+            "Right gradients, but the first bucket has the first parameter. Backward makes the gradient of "
+            "the last parameter first: begin with it, as DDP does, which sends it while backward goes on."
         )

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NOT_COLLECTIVE = ("barrier", "wait_tensor", "monitored_barrier", "work")
+NOT_COLLECTIVE = ("barrier", "wait_tensor", "wrap_tensor", "monitored_barrier", "work")
+"""Beginnings of operators that send no tensor; functional collectives wait for their result and wrap it."""
 
 
 class Call(NamedTuple):
@@ -28,6 +29,8 @@ class CollectiveCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.first_sent: torch.Tensor | None = None
+        """The numbers that went into the first collective, as one flat tensor."""
 
     def __torch_dispatch__(
         self,
@@ -38,13 +41,20 @@ class CollectiveCounter(TorchDispatchMode):
     ) -> object:
         """Run the operator, and note it if it is a collective."""
         space, _, name = function.name().partition("::")
-        if "c10d" in space and not name.startswith(NOT_COLLECTIVE):
+        is_collective = "c10d" in space and not name.strip("_").startswith(NOT_COLLECTIVE)
+        if is_collective and not self.calls:
+            # Cloned before the call, which may write into its arguments.
+            sent = [leaf.detach().flatten() for leaf in tree_leaves(args) if torch.is_tensor(leaf)]
+            self.first_sent = torch.cat(sent).clone() if sent else None
+        result = function(*args, **(kwargs or {}))
+        if is_collective:
+            # Functional collectives return what they receive; others write into their arguments.
             sizes = [
                 sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(one) if torch.is_tensor(leaf))
-                for one in args
+                for one in (*args, result)
             ]
             self.calls.append(Call(_shorten_name(name), max(sizes, default=0)))
-        return function(*args, **(kwargs or {}))
+        return result
 
 
 def _shorten_name(name: str) -> str:

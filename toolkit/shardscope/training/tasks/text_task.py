@@ -116,7 +116,7 @@ class TextTask(ABC):
     log_every: int = 1
     """Steps between logged metrics; the last step is always logged."""
     save_checkpoint: bool = False
-    """Whether to save a checkpoint after the last step. A stopped run saves one anyway."""
+    """Whether to save a checkpoint after the last step. ``run.stop(checkpoint=True)`` saves one anyway."""
     save_every: int | None = None
     """Steps between checkpoints, saved asynchronously if the framework can; the last step has one too. None:
     only for ``save_checkpoint`` or on command."""
