@@ -27,6 +27,8 @@ def test_bytes_are_those_of_weights_and_adam() -> None:
         written = compute_written_bytes(task, make_plan(layout, precision="fp32"))
         # Weights and two moments, all in 32 bits; two checkpoints are kept while the third is written.
         assert written == (weights, 3 * weights, 3)
+    # Mixed precision keeps its weights in 32 bits, and exports these.
+    assert compute_written_bytes(task, make_plan(precision="bf16-mixed")) == (weights, 3 * weights, 3)
     adapters = compute_written_bytes(task, make_plan(precision="fp32", method="lora"))
     assert 0 < adapters.export < weights / 10 and adapters.checkpoint == 3 * adapters.export
     assert compute_written_bytes(ss.Pretrain(num_steps=4), make_plan()).total == 0

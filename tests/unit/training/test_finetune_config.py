@@ -124,6 +124,9 @@ def test_an_exported_config_has_the_folders_values(said: dict[str, Any], tmp_pat
 
     folder, out = write_folder(tmp_path / "model"), tmp_path / "export"
     (folder / "config.json").write_text(json.dumps(said))
+    # The ids that end an answer are in it; transformers does not save a temperature without do_sample.
+    generation = '{"eos_token_id": [1, 2], "temperature": 0.6}'
+    (folder / "generation_config.json").write_text(generation)
     model = built_from(said)
     alone = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=alone, rank=0, world_size=1)
@@ -137,17 +140,27 @@ def test_an_exported_config_has_the_folders_values(said: dict[str, Any], tmp_pat
     left = {name: value for name, value in said.items() if name not in ("torch_dtype", "auto_map")}
     assert record == left | {"architectures": [own], "dtype": "float32"}
     assert {entry.name for entry in out.iterdir()} >= {"config.json", "tokenizer.json"}
+    assert (out / "generation_config.json").read_text() == generation
     assert not list(out.glob(".*"))
     opened = transformers.AutoConfig.from_pretrained(out)
     assert all(getattr(opened, name) == said[name] for name in said if name.endswith(("_pdrop", "_noise")))
 
 
-def test_adapters_are_exported_without_a_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [("model", None), ("models--org--whale/snapshots/12ab", "org/whale")],
+    ids=["folder", "hub cache"],
+)
+def test_adapters_are_exported_without_a_config(path: str, base: str | None, tmp_path: Path) -> None:
     needs("transformers")
-    folder, out = write_folder(tmp_path / "model"), tmp_path / "export"
+    folder, out = write_folder(tmp_path / path), tmp_path / "export"
+    out.mkdir()
+    (out / "adapter_config.json").write_text('{"r": 8, "base_model_name_or_path": null}')
     plan = make_plan(folder)
     recipe = ss.Recipe(seq_len=32, global_batch_size=4, method="lora")
     ss.Finetune(weights=folder).complete_export(
         out, ss.Plan(plan.architecture, plan.cluster, recipe, plan.layout)
     )
     assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()
+    # By its name peft finds the base; a path of this machine is nobody else's business.
+    assert json.loads((out / "adapter_config.json").read_text()) == {"r": 8, "base_model_name_or_path": base}

@@ -54,7 +54,7 @@ def explain_part(part: Part, plan: Plan, rates: Rates, suffix: str) -> str:
             f"experts get {load:g} times their even share"
         ),
         "pipeline_transfers": f"pp={degrees.pp}: hidden states forward, their gradients back",
-        "gathers": "parameters all-gathered, or cast by autocast, and staged locally (Rajbhandari et al. 2020)",
+        "gathers": "parameters all-gathered, or cast by autocast, then staged (Rajbhandari et al. 2020)",
         "gradients": "gradients added up, staged and reduced over data-parallel ranks (Li et al. 2020)",
         "bubble": (
             f"all other stages' time for one micro-batch / vpp={degrees.vpp}: of equal ones (pp - 1) / (vpp "

@@ -15,6 +15,7 @@ needs("transformers")
 
 from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
 from shardscope.training.examples import encoding, preview  # noqa: E402
+from shardscope.training.examples.conversation import encode_conversation  # noqa: E402
 from shardscope.training.examples.encoding import Encoder  # noqa: E402
 from shardscope.training.examples.formats import read_example, recognize_format  # noqa: E402
 from shardscope.training.examples.preview import Preview, preview_examples  # noqa: E402
@@ -165,6 +166,49 @@ def test_without_a_template_pairs_are_plain_text_and_messages_are_refused() -> N
     assert "no chat template" in str(preview_rows([{"prompt": "Who? ", "completion": "Ahab"}], tokenizer))
     with pytest.raises(ValueError, match="no chat template"):
         preview_rows([{"messages": TALK}], tokenizer)
+
+
+def test_the_default_of_several_templates_is_used() -> None:
+    """Such as those of Command R and Hermes, in ``additional_chat_templates``."""
+    tokenizer = create_tokenizer()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": MARKED}
+    rows = [{"prompt": "Who?", "completion": "Ahab"}]
+    assert preview_rows(rows, tokenizer).rows == preview_rows(rows).rows
+    messages = [{"role": "user", "content": "Who?"}]
+    assert encode_conversation(tokenizer, messages) == encode_conversation(create_tokenizer(), messages)
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_plain_text_begins_as_the_tokenizer_begins_it(starts: bool) -> None:
+    """Llama's and Gemma's put a token before each text; a chat template writes its own."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = create_tokenizer(None)
+    tokenizer.bos_token = "<|im_start|>"
+    if starts:
+        special = [("<|im_start|>", tokenizer.bos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|im_start|> $A", None, special)
+    rows: list[dict[str, Any]]
+    for rows in (
+        [{"text": "Call me"}],
+        [{"prompt": "Call me ", "completion": "Ishmael"}],
+        [{"chosen": "Call me", "rejected": "Call you"}],
+        [{"text": "<|im_start|>Call me"}],
+    ):
+        ids = preview_rows(rows, tokenizer).rows[0].ids
+        is_rendered = "<|im_start|>" in str(rows)
+        assert ids.count(tokenizer.bos_token_id) == (starts or is_rendered)
+        assert (ids[0] == tokenizer.bos_token_id) == (starts or is_rendered)
+    prompt = encode_conversation(tokenizer, [{"role": "user", "content": "Call me "}])
+    assert prompt == tokenizer("Call me ")["input_ids"]
+
+
+def test_an_answer_that_the_tokenizer_joins_with_its_prompt_is_refused_for_that_reason() -> None:
+    """As SmolLM2's and Qwen's do with the template's line break and two more of the answer."""
+    tokenizer = create_tokenizer(CHATML.replace("\n'", " '"))
+    assert len(preview_rows([{"prompt": "Who?", "completion": "\nAhab"}], tokenizer).rows) == 1
+    with pytest.raises(ValueError, match=r"row 1.*tokenizer joins.*bad_rows='skip'"):
+        preview_rows([{"prompt": "Who?", "completion": "Ahab"}], tokenizer)
 
 
 def test_a_character_of_several_tokens_is_shown_once() -> None:
@@ -366,12 +410,55 @@ def test_a_malformed_row_is_refused_by_number_or_skipped(row: dict[str, Any], re
         ([{"role": "user", "content": "Who?"}], "no turn of the assistant"),
         ([{"role": "captain", "content": "Ahoy"}], "role 'captain'"),
         ([{"role": "assistant", "content": "Ahoy"}], "starts with the assistant"),
+        # Learned without these, the answer would be another one.
+        ([*TALK, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}], "has tool_calls"),
+        ([*TALK, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "has tool_calls"),
+        ([*TALK, {"role": "assistant", "content": "x", "reasoning_content": "y"}], "has reasoning_content"),
+        ([*TALK, {"role": "assistant", "content": "Wrong", "weight": 0}], "weight 0"),
+        ([{"role": "user", "content": [{"type": "text", "text": "Who?"}]}, TALK[1]], "list as content"),
+        ('[{"role": "user", "content": "Who?"}]', "messages is text"),
     ],
 )
 def test_a_conversation_without_answers_to_learn_is_refused(messages: list[Any], reason: str) -> None:
     format = recognize_format("data", ["messages"])
     with pytest.raises(ValueError, match=reason):
         read_example(format, {"messages": messages})
+
+
+def test_keys_of_a_message_without_a_value_are_ignored() -> None:
+    """Files in which only some messages have them are read with null in all others."""
+    unused = {"tool_calls": None, "weight": None, "name": "Ishmael"}
+    talk = [{**TALK[0], **unused}, {**TALK[1], **unused, "weight": 1, "tool_calls": []}]
+    row = {"messages": talk, "tools": None}
+    assert read_example(recognize_format("data", list(row)), row).messages == tuple(TALK[:2])
+
+
+def test_tools_beside_messages_are_refused_in_other_formats_a_column() -> None:
+    row: dict[str, Any] = {"messages": TALK, "tools": [{"type": "function"}]}
+    with pytest.raises(ValueError, match="tools is not read"):
+        read_example(recognize_format("data", list(row)), row)
+    row = {"prompt": "Fix it", "completion": "Done", "tools": "a hammer"}
+    assert len(read_example(recognize_format("data", list(row)), row).messages) == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TALK[:2]},
+        {"conversations": [{"from": "human", "value": "Call me"}, {"from": "gpt", "value": "Ishmael"}]},
+        {"prompt": TALK[:1], "completion": TALK[1:2]},
+        {"prompt": "Call me", "completion": "Ishmael"},
+    ],
+    ids=["messages", "ShareGPT", "turns", "text"],
+)
+def test_a_system_column_begins_the_conversation(row: dict[str, Any]) -> None:
+    row = {"system": "Be brief", **row}
+    format = recognize_format("data", list(row))
+    system = {"role": "system", "content": "Be brief"}
+    assert read_example(format, row).messages == (system, *TALK[:2])
+    own = {"role": "system", "content": "Be a whale"}
+    if isinstance(row.get("messages"), list):
+        assert read_example(format, {**row, "messages": [own, *TALK[:2]]}).messages == (own, *TALK[:2])
 
 
 def test_unknown_columns_are_named_with_a_mapping() -> None:

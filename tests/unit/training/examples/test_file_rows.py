@@ -9,7 +9,8 @@ from tests.requirements import needs
 
 from shardscope.core.errors import FieldError
 from shardscope.training.examples.file_rows import FileRows
-from shardscope.training.examples.rows import load_files, open_rows
+from shardscope.training.examples.rows import load_files, open_rows, resolve_source
+from shardscope.training.examples.source_record import hash_path
 from shardscope.training.tasks.finetune_rows import FinetuneRows
 
 needs("datasets")
@@ -164,3 +165,37 @@ def test_a_cell_of_any_length_is_read(tmp_path: Path) -> None:
     rows = open_all(path, "skip")
     assert [rows[index]["completion"] for index in range(len(rows))] == ["Ahab", None, "sea"]
     assert rows.describe_place(2) == "line 4 of a.csv"
+
+
+def test_of_the_files_of_a_data_set_those_for_training_are_read(tmp_path: Path) -> None:
+    """A folder as the Hub has it: a card, and files that are named after the splits."""
+    write(tmp_path / "README.md", "# Whales\n")
+    data = tmp_path / "data"
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001", "validation"):
+        write(data / f"{name}.jsonl", GOOD)
+    write(data / "README.md", "# Whales\n")
+    assert [path.name[:7] for path in open_all(data).files] == ["train-0"] * 2
+    before = hash_path(data)
+    write(data / "test-00000-of-00001.jsonl", GOOD * 2)
+    assert hash_path(data) == before
+    # The card alone is no text to train on.
+    with pytest.raises(FieldError, match=f"Nearest fix: {data}"):
+        open_all(tmp_path)
+    # Without a name for training all files are data.
+    others = tmp_path / "others"
+    for name in ("test", "valuables", "trains"):
+        write(others / f"{name}.jsonl", GOOD)
+    assert len(open_all(others)) == 3
+
+
+def test_a_saved_dictionary_of_data_sets_is_refused_with_the_one_for_training(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"prompt": "Who?", "completion": "Ahab"}])
+    splits = datasets.DatasetDict({"test": rows, "train": rows})
+    splits.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(FieldError, match=f"Nearest fix: {tmp_path / 'saved' / 'train'}"):
+        open_all(tmp_path / "saved")
+    assert len(open_rows(FIELD, tmp_path / "saved" / "train")) == 1
+    with pytest.raises(FieldError, match="train"):
+        resolve_source(FIELD, splits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from shardscope.runs.trained.model_files import ModelFiles
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
 from shardscope.training.weights.pretrained import MAX_FILE_BYTES
 
-GENERATION_CONFIG = "generation_config.json"
-
 
 def merge_adapters(files: ModelFiles, folder: Path) -> None:
     """Write base and adapters as one model to ``folder``, in the base's type, with its tokenizer."""
@@ -26,14 +23,10 @@ def merge_adapters(files: ModelFiles, folder: Path) -> None:
     print("merging", flush=True)
     merged = model.merge_and_unload(safe_merge=True)
     print("writing", flush=True)
-    # transformers refuses to save some of the configs that models are published with, such as a temperature
-    # without do_sample: the base's file is copied instead.
+    # transformers refuses to save some of the configs that models are published with: write_config copies it.
     merged.generation_config = GenerationConfig()
     merged.save_pretrained(folder, max_shard_size=MAX_FILE_BYTES)
     base = files.weights_folder
-    (folder / GENERATION_CONFIG).unlink(missing_ok=True)
-    if (base.path / GENERATION_CONFIG).exists():
-        shutil.copyfile(base.resolve_file(GENERATION_CONFIG), folder / GENERATION_CONFIG)
     WeightsTokenizer(base).save(folder)
     # transformers' own lacks what it does not know, and names this machine's folders.
     base.write_config(folder)

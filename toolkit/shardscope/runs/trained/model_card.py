@@ -26,6 +26,7 @@ from shardscope.records.terminal_text import plain_text
 from shardscope.runs.explain.measured import format_amount
 from shardscope.runs.task_fields import find_builtin_task
 from shardscope.runs.totals import compute_totals
+from shardscope.training.weights.hub_folder import find_hub_name
 from shardscope.training.weights.weights_folder import WeightsFolder
 
 if TYPE_CHECKING:
@@ -118,12 +119,9 @@ def find_base_name(run: Run) -> str | None:
     if not isinstance(path, str):
         return None
     folder = Path(path)
-    # The Hub's cache: .../models--org--name/snapshots/<commit>.
-    for part in folder.parts:
-        if part.startswith("models--"):
-            return part.removeprefix("models--").replace("--", "/")
     # The folders of a run's model have the same name in each run.
-    return folder.parent.name if folder.name in (EXPORT, MERGED) else folder.name
+    own_name = folder.parent.name if folder.name in (EXPORT, MERGED) else folder.name
+    return find_hub_name(folder) or own_name
 
 
 # ---- Front matter

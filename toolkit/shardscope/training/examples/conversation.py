@@ -24,6 +24,24 @@ class Prompt:
     """Token ids of the conversation, up to where the answer begins."""
 
 
+def find_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's chat template, of several the default one; None if it has none."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def list_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token that the tokenizer puts before a plain text, as Llama's and Gemma's do; or none.
+
+    A chat template writes its own.
+    """
+    start = tokenizer.bos_token_id
+    ids: list[int] = tokenizer("", verbose=False)["input_ids"]
+    return [start] if isinstance(start, int) and ids[:1] == [start] else []
+
+
 def encode_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
 ) -> list[int]:
@@ -31,7 +49,8 @@ def encode_conversation(
 
     Without a chat template it is one plain text, which the model continues, as in training.
     """
-    if isinstance(tokenizer.chat_template, str):
+    start = list[int]()
+    if find_template(tokenizer) is not None:
         # The template has written the special tokens.
         rendered = tokenizer.apply_chat_template(
             [{"role": message["role"], "content": message["content"]} for message in messages],
@@ -41,10 +60,11 @@ def encode_conversation(
         assert isinstance(rendered, str)
     else:
         rendered = "".join(message["content"] for message in messages)
+        start = list_start_ids(tokenizer)
     ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise ValueError("the text has no tokens. Nearest fix: a longer text")
-    return ids
+    return start + ids
 
 
 def encode_prompts(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from shardscope.training.examples.conversation import find_template, list_start_ids
 from shardscope.training.examples.formats import Example, ExampleError, Message
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> None:
         self._tokenizer, self._loss_on = tokenizer, loss_on
-        self._template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        self._template = find_template(tokenizer)
         self._eos = tokenizer.eos_token_id
+        self._start_ids = list_start_ids(tokenizer)
 
     @property
     def has_template(self) -> bool:
@@ -73,7 +75,7 @@ class Encoder:
     def encode(self, example: Example) -> Encoded:
         """Return the tokens of ``example``, untruncated."""
         if not example.messages:
-            ids = self._encode_text(example.text) + self._list_end_ids()
+            ids = self._encode_plain(example.text)
             return Encoded(ids=ids, bears_loss=[True] * len(ids))
         return self.encode_messages(example.messages)
 
@@ -88,9 +90,7 @@ class Encoder:
             return self.encode_messages(example.messages, first), self.encode_messages(
                 example.rejected, first
             )
-        chosen, rejected = (
-            self._encode_text(text) + self._list_end_ids() for text in (example.text, example.rejected_text)
-        )
+        chosen, rejected = (self._encode_plain(text) for text in (example.text, example.rejected_text))
         pairs = zip(chosen, rejected, strict=False)
         start = next(
             (index for index, (one, other) in enumerate(pairs) if one != other),
@@ -129,6 +129,14 @@ class Encoder:
         prompt = self._render_messages(messages[:index], add_generation_prompt=True)
         with_turn = ids if index == len(messages) - 1 else self._render_messages(messages[: index + 1])
         if ids[: len(with_turn)] != with_turn or with_turn[: len(prompt)] != prompt:
+            text = self._render_text(messages[:index], add_generation_prompt=True)
+            if self._render_text(messages).startswith(text + messages[index]["content"]):
+                # Such as a line break at the end of the prompt and one at the beginning of the answer.
+                raise ExampleError(
+                    f"the tokenizer joins the beginning of turn {index + 1} and the end of its prompt to one "
+                    "token, which the model never sees when it generates",
+                    "answers that begin without a line break or space, loss_on='all', or bad_rows='skip'",
+                )
             raise ExampleError(
                 f"the chat template changes earlier text when turn {index + 1} is added, so its completion "
                 "has no fixed tokens",
@@ -150,12 +158,15 @@ class Encoder:
     def _render_messages(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
     ) -> list[int]:
+        # The template has written the special tokens.
+        return self._encode_text(self._render_text(messages, add_generation_prompt=add_generation_prompt))
+
+    def _render_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         rendered = self._tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
         assert isinstance(rendered, str)
-        # The template has written the special tokens.
-        return self._encode_text(rendered)
+        return rendered
 
     def _encode_without_template(self, messages: Sequence[Message]) -> Encoded:
         """Return a prompt and a completion in plain text, with the end token after the completion."""
@@ -165,11 +176,18 @@ class Encoder:
                 "a chat_template.jinja in the weights folder, or rows of one prompt and one completion",
             )
         prompt, completion = (self._encode_text(message["content"]) for message in messages)
-        completion += self._list_end_ids()
+        prompt, completion = self._start_ids + prompt, completion + self._list_end_ids()
         learns_prompt = self._loss_on == "all"
         return Encoded(
             ids=prompt + completion, bears_loss=[learns_prompt] * len(prompt) + [True] * len(completion)
         )
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Return the tokens of a text outside of a chat template, between its start and end tokens."""
+        ids = self._encode_text(text)
+        # Rows that a template has rendered before may begin with the token as text.
+        start = [] if ids[:1] == self._start_ids else self._start_ids
+        return start + ids + self._list_end_ids()
 
     def _encode_text(self, text: str) -> list[int]:
         encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)

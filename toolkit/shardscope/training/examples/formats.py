@@ -25,7 +25,12 @@ ROLES: dict[FormatName, tuple[str, ...]] = {
 OPTIONAL_ROLES = {("preference", "prompt"), ("instruction", "input")}
 """Roles that may have no column: pairs of whole conversations have no prompt; Alpaca's input is optional."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
-"""Columns with a system message for the row, in formats whose rows are not messages."""
+"""Columns with a system message for the row; messages that begin with one of their own keep it."""
+TOOLS = "tools"
+"""Column beside messages with definitions of tools, which is not read."""
+UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message that are not read. Without them the model would learn another answer than that of the
+data, such as to end its turn instead of calling a tool."""
 
 # Column names of public data sets, the format's own name first. instruction and prompt-completion differ only
 # in the optional input.
@@ -190,9 +195,12 @@ def read_example(format: Format, row: Row) -> Example:
     columns = format.columns
     if format.name == "text":
         return Example(text=_read_text(row, columns["text"]))
-    if format.name == "messages":
-        return Example(messages=_read_messages(row[columns["messages"]], columns["messages"]))
     system = _read_system(row)
+    if format.name == "messages":
+        if row.get(TOOLS) not in (None, "", "[]", []):
+            raise ValueError(f"{TOOLS} is not read; write the definitions into the system message")
+        messages = _read_list(row[columns["messages"]], columns["messages"])
+        return Example(messages=_check_turns(_add_system(system, messages)))
     if format.name == "preference":
         return _read_pair(format, row, system)
     if format.name == "instruction":
@@ -206,7 +214,7 @@ def read_example(format: Format, row: Row) -> Example:
     else:
         question = _read_turn(row, columns["prompt"], "user")
         answer = _read_turn(row, columns["completion"], "assistant")
-    return Example(messages=_check_turns(system + question + answer))
+    return Example(messages=_check_turns(_add_system(system, question) + answer))
 
 
 def _read_pair(format: Format, row: Row, system: tuple[Message, ...]) -> Example:
@@ -223,7 +231,7 @@ def _read_pair(format: Format, row: Row, system: tuple[Message, ...]) -> Example
     if "prompt" not in format.columns and all(isinstance(row[name], str) for name in names):
         return Example(text=chosen[0]["content"], rejected_text=rejected[0]["content"])
     if "prompt" in format.columns and {chosen[0]["role"], rejected[0]["role"]} == {"assistant"}:
-        prompt = system + _read_turn(row, format.columns["prompt"], "user")
+        prompt = _add_system(system, _read_turn(row, format.columns["prompt"], "user"))
         num_prompt = len(prompt)
     else:
         prompt = () if chosen[0]["role"] == "system" else system
@@ -251,6 +259,11 @@ def _read_system(row: Row) -> tuple[Message, ...]:
     return ()
 
 
+def _add_system(system: tuple[Message, ...], messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return ``messages`` after ``system``, unless they begin with a system message of their own."""
+    return messages if messages[0]["role"] == "system" else system + messages
+
+
 def _read_text(row: Row, column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
@@ -268,13 +281,10 @@ def _read_turn(row: Row, column: str, role: str) -> tuple[Message, ...]:
     return _read_list(row[column], column)
 
 
-def _read_messages(value: object, column: str) -> tuple[Message, ...]:
-    return _check_turns(_read_list(value, column))
-
-
 def _read_list(value: object, column: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ValueError(f"{column} is {type(value).__name__}, neither text nor a list of messages")
+        kind = "text" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{column} is {kind}, not a list of messages")
     if not value:
         raise ValueError(f"{column} is empty")
     return tuple(_read_message(message, f"{column}[{index}]") for index, message in enumerate(value))
@@ -288,8 +298,16 @@ def _read_message(message: object, where: str) -> Message:
     if not isinstance(role, str) or role.lower() not in ROLE_NAMES:
         known = ", ".join(ROLE_NAMES)
         raise ValueError(f"{where} has the role {role!r}, which is none of {known}")
+    for key in UNREAD_KEYS:
+        if message.get(key):
+            raise ValueError(f"{where} has {key}, which is not read; write it into the content as text")
+    if message.get("weight") == 0:  # In OpenAI's format it leaves the answer out of the loss.
+        raise ValueError(
+            f"{where} has the weight 0, which is not read; loss_on='last' leaves out earlier turns"
+        )
     if not isinstance(content, str):
-        raise ValueError(f"{where} has no text")
+        kind = "no text" if content is None else f"{type(content).__name__} as content, not text"
+        raise ValueError(f"{where} has {kind}")
     return {"role": ROLE_NAMES[role.lower()], "content": content}
 
 

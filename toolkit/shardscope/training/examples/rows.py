@@ -6,6 +6,7 @@ Imports no torch; ``datasets`` and pandas are imported on first use.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -50,6 +51,11 @@ LOADERS = {
 README = "README.md"
 ARROW_STATE = "state.json"
 """File that ``Dataset.save_to_disk`` writes into its folder."""
+ARROW_SPLITS = "dataset_dict.json"
+"""File that ``DatasetDict.save_to_disk`` writes into its folder, in which each split has one."""
+TRAINING_NAME = re.compile(r"(?<![a-z])(train|training)(?![a-z])")
+OTHER_NAME = re.compile(r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])")
+"""Words in file names by which ``datasets`` finds the splits of a folder (5.2, data_files.py)."""
 ALLOWED = (
     "a JSONL, JSON, CSV, TSV, Parquet or text file, a folder of one kind of them, a data set's name on the "
     "Hub, a datasets.Dataset, a pandas DataFrame, or a list of dicts"
@@ -95,7 +101,13 @@ def resolve_source(field: str, source: object) -> object:
         fix = str(path.parent / similar) if similar else "the file's path"
         refuse(field, str(source), f"{ALLOWED}: there is no such file", fix)
     if not (_is_frame(source) or _is_dataset(source) or _is_list_of_rows(source)):
-        refuse(field, type(source).__name__, ALLOWED, "a path")
+        is_dict = type(source).__name__ == "DatasetDict"
+        refuse(
+            field,
+            type(source).__name__,
+            ALLOWED,
+            'one of its splits, such as data["train"]' if is_dict else "a path",
+        )
     return source
 
 
@@ -177,15 +189,44 @@ def _read_folder(field: str, folder: Path, skips_unreadable: bool) -> Rows:
 
 
 def list_files(field: str, folder: Path) -> list[Path]:
-    """Return the data files of a folder. Raises ``ValueError`` if there is none, or more than one kind."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix.lower() in LOADERS)
-    if not files:
-        refuse(field, str(folder), f"{ALLOWED}: this folder has no such file", "a folder of .jsonl files")
+    """Return the data files of a folder; where their names say train and test, only those for training.
+
+    Raises ``ValueError`` if there is none, or more than one kind.
+    """
+    files = find_files(folder)
+    is_split = (folder / ARROW_SPLITS).is_file()
+    if not files or is_split:
+        nested = sorted(path for path in folder.iterdir() if path.is_dir())
+        nested = [path for path in nested if (path / ARROW_STATE).is_file() or find_files(path)]
+        inner = min(nested, key=_is_other_split, default=None)
+        problem = (
+            "each split is a folder of its own in this one" if is_split else "this folder has no such file"
+        )
+        fix = "a folder of .jsonl files" if inner is None else str(inner)
+        refuse(field, str(folder), f"{ALLOWED}: {problem}", fix)
     loaders = {LOADERS[path.suffix.lower()] for path in files}
     if len(loaders) > 1:
         suffixes = ", ".join(sorted({path.suffix for path in files}))
         refuse(field, str(folder), f"files of one kind in a folder: this one has {suffixes}", str(files[0]))
     return files
+
+
+def find_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that are data for training, in order; all of them without splits."""
+    files = sorted(
+        path
+        for path in folder.iterdir()
+        # The card of a data set is no text to train on.
+        if path.is_file() and path.suffix.lower() in LOADERS and path.name.lower() != README.lower()
+    )
+    is_split = any(TRAINING_NAME.search(path.stem.lower()) for path in files)
+    return [path for path in files if not (is_split and _is_other_split(path))]
+
+
+def _is_other_split(path: Path) -> bool:
+    """Return whether a file or folder is named as the validation or test part of a data set."""
+    name = path.stem.lower()
+    return bool(OTHER_NAME.search(name)) and not TRAINING_NAME.search(name)
 
 
 def _read_files(field: str, files: list[Path], skips_unreadable: bool) -> Rows:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardscope.records.json_files import read_json, write_json
-from shardscope.training.examples.rows import LOADERS, describe_source
+from shardscope.training.examples.rows import describe_source, find_files
 from shardscope.training.examples.token_table import IDS, LOSS, RowCounts
 
 COUNTS = "counts.json"
@@ -49,9 +49,8 @@ def hash_path(path: Path) -> str:
         return _hash_file(path)
     digest = hashlib.sha256()
     # The files that are read: others, such as a README, do not change the data.
-    for file in sorted(path.iterdir()):
-        if file.is_file() and file.suffix.lower() in {*LOADERS, ".arrow"}:
-            digest.update(f"{_hash_file(file)}  {file.name}\n".encode())
+    for file in sorted(path.glob("*.arrow")) or find_files(path):
+        digest.update(f"{_hash_file(file)}  {file.name}\n".encode())
     return digest.hexdigest()
 
 

@@ -71,6 +71,6 @@ def compute_written_bytes(task: TextTask, plan: Plan) -> WrittenBytes:
         components = whole.memory().components
     except ValueError:  # Such as an optimizer that FSDP2 does not have.
         return WrittenBytes(0, 0, 0)
-    weights = components["gradients"]  # Of trained weights only, and as wide as these.
-    exported = weights // 2 if plan.recipe.precision.endswith("-mixed") else weights
-    return WrittenBytes(exported if task.export else 0, weights + components["optimizer"], num_checkpoints)
+    # Of trained weights only, and as wide as these: mixed precision keeps, saves and exports them in fp32.
+    weights = components["gradients"]
+    return WrittenBytes(weights if task.export else 0, weights + components["optimizer"], num_checkpoints)

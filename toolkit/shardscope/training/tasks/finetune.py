@@ -58,7 +58,8 @@ from shardscope.training.tasks.finetune_tokens import (
 from shardscope.training.tasks.plan_forecast import describe_forecast
 from shardscope.training.tasks.text_task import TextTask
 from shardscope.training.weights.base_sample import hash_base
-from shardscope.training.weights.weights_folder import WeightsFolder
+from shardscope.training.weights.hub_folder import find_hub_name
+from shardscope.training.weights.weights_folder import WeightsFolder, write_base_name
 from shardscope.training.weights.weights_source import resolve_weights
 
 if TYPE_CHECKING:
@@ -461,10 +462,15 @@ class Finetune(TextTask):
         return WeightsTokenizer(self.folder).encode
 
     def complete_export(self, folder: Path, plan: Plan) -> None:
-        """See :class:`TextTask`. config.json gets the original values of settings disabled for training."""
+        """See :class:`TextTask`. config.json gets the original values of settings disabled for training.
+
+        adapter_config.json gets the name of a base of the Hub, by which peft opens both.
+        """
         WeightsTokenizer(self.folder).save(folder)
         if not plan.recipe.has_adapters:
             self.folder.write_config(folder)
+        elif (name := find_hub_name(self.weights)) is not None:
+            write_base_name(folder, name)
 
     def frozen_base(self) -> dict[str, object]:
         """See :class:`TextTask`."""

@@ -27,6 +27,15 @@ def is_hub_name(text: str) -> bool:
     return HUB_NAME.fullmatch(text) is not None
 
 
+def find_hub_name(folder: Path) -> str | None:
+    """Return "org/name" of a model whose folder is in the Hub's cache; None for other folders."""
+    # .../models--org--name/snapshots/<commit>
+    for part in folder.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return None
+
+
 def find_in_cache(repo_id: str) -> Path | None:
     """Return the folder of a model in the Hub's cache; None if it is not there, or not complete.
 

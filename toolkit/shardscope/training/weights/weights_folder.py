@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
@@ -61,7 +64,7 @@ class WeightsFolder:
 
     def _check_listing(self, allowed: str) -> None:
         # Adapters alone have no config.json of their model.
-        if (self.path / "adapter_config.json").exists() and not (self.path / CONFIG).exists():
+        if (self.path / ADAPTER_CONFIG).exists() and not (self.path / CONFIG).exists():
             refuse(self.field, str(self.path), f"{allowed}: these are adapters", "peft's merge_and_unload()")
         if not (self.path / CONFIG).exists():
             refuse(self.field, str(self.path), f"{allowed}: it has no {CONFIG}", "the model's own folder")
@@ -94,24 +97,26 @@ class WeightsFolder:
     def eos_token_id(self) -> object:
         """The ids that end an answer, as generation_config.json or config.json has them; None if neither."""
         try:
-            generation = read_json(self.resolve_file("generation_config.json")) or {}
+            generation = read_json(self.resolve_file(GENERATION_CONFIG)) or {}
         except ValueError:
             generation = {}
         return generation.get("eos_token_id", self.config.get("eos_token_id"))
 
     def write_config(self, exported: Path) -> None:
-        """Replace the config.json of ``exported``, an export of this model's weights, by this folder's.
+        """Replace the configs of ``exported``, an export of this model's weights, by those of this folder.
 
         ``dtype`` and ``architectures`` are kept from the exported config: they describe the exported files.
         """
-        # Replaced by a rename, so that the export never has half a config.
+        # Copied, not saved by transformers, which refuses some that models are published with, such as a
+        # temperature without do_sample. It has the ids that end an answer, often more than config.json.
+        (exported / GENERATION_CONFIG).unlink(missing_ok=True)
+        if (self.path / GENERATION_CONFIG).exists():
+            shutil.copyfile(self.resolve_file(GENERATION_CONFIG), exported / GENERATION_CONFIG)
         config_file = exported / CONFIG
         exported_config = json.loads(config_file.read_text(encoding="utf-8"))
         original = {name: value for name, value in self.config.items() if name not in NOT_EXPORTED}
         config = original | {name: exported_config[name] for name in ("architectures", "dtype")}
-        temporary = exported / f".{CONFIG}.partial"
-        temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        temporary.replace(config_file)
+        _replace_json(config_file, config)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -262,6 +267,20 @@ class WeightsFolder:
             if dtype not in READ_TYPES:
                 allowed = f"{', '.join(READ_TYPES)}: packed weights are not unpacked here"
                 refuse(f"{self.field}: dtype of {name}", dtype, allowed, "the model's weights in bf16")
+
+
+def write_base_name(exported: Path, name: str) -> None:
+    """Write the name of their base into the config of ``exported`` adapters, by which peft opens both."""
+    file = exported / ADAPTER_CONFIG
+    config = json.loads(file.read_text(encoding="utf-8"))
+    _replace_json(file, {**config, "base_model_name_or_path": name})
+
+
+def _replace_json(file: Path, record: Mapping[str, object]) -> None:
+    """Replace ``file`` by a rename, so that an export never has half a config."""
+    temporary = file.with_name(f".{file.name}.partial")
+    temporary.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    temporary.replace(file)
 
 
 def _list_more(names: list[str]) -> str:
