@@ -15,7 +15,8 @@ import shardscope as ss
 from shardscope.catalog import links
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.advice.advice import Advice, Turn, recommend
-from shardscope.planner.advice.plan_evaluator import LARGEST_MICRO_BATCH, PAYS
+from shardscope.planner.advice.plan_evaluator import LARGEST_MICRO_BATCH, PAYS, PlanEvaluator
+from shardscope.planner.advice.simplicity import Simplicity, compute_simplicity
 from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.savings import find_savings
 from shardscope.planner.repairs.single_changes import OFFLOADS
@@ -572,3 +573,102 @@ def test_a_tight_plan_is_offered_the_setting_that_the_memory_view_offers() -> No
     first, words = advice.alternatives[0]
     assert first in savings and "current plan" in words and "faster" in words
     assert not first.memory().is_tight
+
+
+# ------------------------------------------------------------------------- what an expert would not advise
+
+
+def test_the_answer_about_links_describes_the_recommended_plan() -> None:
+    """It spoke of a replica in each node, of a plan that a later question replaced."""
+    cluster = replace(ss.Cluster.parse("4x8xa100-sxm-40gb"), inter_node_link=links["ethernet-25g"])
+    advice = recommend(ss.models["llama-2-13b"], cluster, ss.Recipe(global_batch_size=128))
+    assert advice.plan is not None
+    turn = next(turn for turn in advice.path if "links" in turn.question)
+    assert ("HSDP" in turn.answer) == (advice.plan.degrees.replicate > 1 and advice.plan.degrees.shard > 1)
+
+
+@thorough()
+def test_tensor_parallelism_of_a_very_large_model_stays_inside_a_node() -> None:
+    advice = recommend_plan("llama-3.1-405b", f"2048x8x{H100}", seq_len=8192, global_batch_size=2048)
+    assert advice.plan is not None
+    degrees = advice.plan.degrees
+    assert degrees.tp <= 8 and degrees.vpp > 1
+    assert not any(one.name == "tensor-parallel-over-slow-link" for one in advice.plan.findings())
+
+
+def test_a_degree_is_not_as_simple_as_an_option() -> None:
+    """FSDP2 with cp 2 replaced selective recomputation for 2 % of the time."""
+    cluster, wanted = ss.Cluster.parse(f"2x8x{H100}"), ss.Recipe()
+
+    def compute(layout: ss.Layout, **recipe: Any) -> Simplicity:
+        plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, replace(wanted, **recipe), layout)
+        return compute_simplicity(plan, wanted)
+
+    recomputing = compute(ss.Layout.fsdp2(), recompute="selective")
+    assert not compute(ss.Layout.fsdp2(cp=2)).is_as_simple_as(recomputing)
+
+
+def test_tensor_parallelism_across_nodes_is_not_as_simple() -> None:
+    wanted, model = ss.Recipe(), ss.models["llama-3.1-8b"]
+    inside, across = (
+        compute_simplicity(
+            ss.Plan(model, ss.Cluster.parse(cluster), wanted, ss.Layout.megatron(tp=8)), wanted
+        )
+        for cluster in (f"2x8x{H100}", f"4x4x{H100}")
+    )
+    assert inside.is_as_simple_as(across) and not across.is_as_simple_as(inside)
+
+
+def test_a_plan_that_cannot_be_launched_is_not_advised_for_a_few_per_cent() -> None:
+    """For one sequence, tp 4 and cp 2 are 2 % faster than tp 8, and need Transformer Engine."""
+    advice = recommend_plan("llama-3.1-8b", f"8x{H100}", seq_len=8192, global_batch_size=1)
+    assert advice.plan is not None and why_not_trained(advice.plan) is None
+
+
+def test_a_tight_plan_gives_way_to_an_equally_simple_one_that_is_not() -> None:
+    """98 % of the memory with cp 8, 68 % with cp 16, for 8 % more time."""
+    advice = recommend_plan("llama-3.1-70b", f"8x8x{H100}", seq_len=131_072, global_batch_size=16)
+    assert advice.plan is not None and not advice.plan.memory().is_tight
+
+
+def test_a_tight_plan_without_a_looser_one_is_offered_8_bit_optimizer_state() -> None:
+    advice = recommend_plan("llama-3.2-3b", "3xrtx-4090-24gb", seq_len=2048, global_batch_size=48)
+    assert advice.plan is not None and advice.plan.memory().is_tight
+    assert any(
+        plan.recipe.optimizer == "adamw_8bit" and not plan.memory().is_tight
+        for plan, _ in advice.alternatives
+    )
+
+
+def test_the_plan_offered_in_fp16_is_as_fast_as_the_one_advised_for_fp16() -> None:
+    recipe = ss.Recipe(seq_len=2048)
+    model, cluster = ss.models["llama-2-7b"], ss.Cluster.parse("8xv100-sxm-32gb")
+    in_fp16 = recommend(model, cluster, replace(recipe, precision="fp16-mixed")).plan
+    offered = recommend(model, cluster, recipe).alternatives[0][0]
+    assert in_fp16 is not None and offered.recipe.precision == "fp16-mixed"
+    assert offered.step().seconds < PAYS * in_fp16.step().seconds
+
+
+def test_a_setting_that_cannot_be_launched_is_not_offered_before_one_that_can() -> None:
+    """Liger kernels hid compiled ones, which are faster and which the engines run."""
+    advice = recommend_plan(
+        "smollm2-135m", f"8x{H100}", seq_len=2048, global_batch_size=512, micro_batch_size=8
+    )
+    assert advice.plan is not None
+    kernels = [plan for plan, _ in advice.alternatives if plan.kernels != advice.plan.kernels]
+    same_layout = [plan for plan in kernels if plan.layout == advice.plan.layout]
+    assert same_layout and all(why_not_trained(plan) is None for plan in same_layout)
+    for model in ("llama-3.1-8b", "llama-2-7b"):
+        advice = recommend_plan(model, f"8x{H100}")
+        for plan, sentence in advice.alternatives:
+            if why_not_trained(plan) is not None:
+                assert "annot be launched" in sentence
+
+
+def test_no_fix_of_a_degree_that_the_advice_tried_itself_is_suggested() -> None:
+    """Of 7 GPUs it suggested tp=5."""
+    evaluator = PlanEvaluator(
+        ss.models["qwen2.5-32b"], ss.Cluster.parse(f"7x{H100}"), ss.Recipe(global_batch_size=56)
+    )
+    refusal = evaluator.evaluate_plan(ss.Layout.fsdp2(tp=7), evaluator.recipe)
+    assert isinstance(refusal, str) and "tp is 7" in refusal and "fix" not in refusal

@@ -72,7 +72,8 @@ def test_comparisons_of_two_times(seconds: float, others: float, told: str) -> N
 @pytest.mark.parametrize(
     ("days", "told"),
     [
-        (0.02, "0.48 hours"),
+        (0.002, "2.9 minutes"),
+        (0.2, "4.8 hours"),
         (0.5, "12 hours"),
         (1.0, "1 day"),
         (34.0, "34 days"),

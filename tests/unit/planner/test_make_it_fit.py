@@ -121,3 +121,11 @@ def test_returned_plans_have_enough_memory(plan: ss.Plan) -> None:
     elif fit is not None:
         assert assess_plan(fit.plan).runs and fit.plan != plan
         assert fit.changes and fit.text == ", ".join(fit.changes)
+
+
+def test_host_memory_of_unknown_size_for_building_is_no_reason_to_leave_the_framework() -> None:
+    """LoRA on one GPU was moved from DDP to ZeRO-3, where recomputation is enough."""
+    plan = make_plan("llama-3.1-8b", "rtx-4090-24gb", ss.Layout.ddp(), method="lora", seq_len=2048)
+    assert plan.cluster.host_memory_bytes is None
+    fit = make_it_fit(plan)
+    assert fit is not None and fit.plan.layout == plan.layout and fit.plan.memory().fits

@@ -83,6 +83,25 @@ def test_the_fix_of_an_unsupported_option_works() -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "change", "suggested"),
+    [
+        (ss.Layout.ddp(), {"precision": "fp8-mixed"}, "bf16-mixed"),
+        (ss.Layout.zero(), {"optimizer": "muon"}, "adamw"),
+        (ss.Layout.fsdp2(), {"optimizer": "adafactor"}, "adamw"),
+    ],
+    ids=str,
+)
+def test_the_suggested_value_is_of_the_same_kind_not_of_the_most_similar_name(
+    layout: ss.Layout, change: dict[str, Any], suggested: str
+) -> None:
+    """For fp8 it was fp16, about which the preflight then warns."""
+    recipe = replace(ss.Recipe(), **change)
+    with pytest.raises(FieldError) as refusal:
+        ss.Plan(ss.models["llama-3.1-8b"], CLUSTERS["8xh100-sxm-80gb"], recipe, layout)
+    assert list(refusal.value.changes.values()) == [suggested]
+
+
+@pytest.mark.parametrize(
     ("model", "layout", "change", "reason"),
     [
         ("glm-4-9b", ss.Layout.ddp(), {}, "glm): a mask of documents is known to work with llama"),

@@ -133,3 +133,10 @@ def test_torchs_checkpoint_makes_the_host_slower_and_megatrons_does_not(recomput
         waits[layout] = repeated.parts["elementwise"] / plain.parts["elementwise"]
     assert waits["ddp"] > 1.1
     assert waits["megatron"] == pytest.approx(1)
+
+
+def test_kernels_that_the_model_does_not_have_are_not_suggested() -> None:
+    recipe = ss.Recipe(seq_len=1024, micro_batch_size=4, global_batch_size=512)
+    plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse("16x8xh100-sxm-80gb"), recipe, ss.Layout.ddp())
+    (finding,) = [one for one in plan.findings() if one.name == "launch-bound"]
+    assert finding.plan is None and "kernels" not in finding.change

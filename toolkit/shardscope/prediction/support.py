@@ -34,6 +34,10 @@ SUPPORT = {
 }
 """Recipe field -> attribute of a layout class that lists its supported values; None is always supported."""
 
+LIKE = {"fp8-mixed": "bf16-mixed", "muon": "adamw", "adafactor": "adamw", "lion": "adamw"}
+"""Values whose most similar name is of another kind (fp16-mixed, lion) -> the value to suggest where they are
+not supported; every framework has it."""
+
 DROPOUT_FAMILIES = list_families_with("dropout")
 CHOOSABLE = list_families_with("attention_choice")
 PACKABLE = list_families_with("document_masks")
@@ -121,7 +125,8 @@ def _refuse_unsupported(plan: Plan, field: str, value: object) -> None:
     if field == "method":
         fix = {"layout": "fsdp2"}
     else:
-        fix = {field: None if open_field else find_nearest(value, list(values))}
+        nearest = LIKE.get(value) if isinstance(value, str) else None
+        fix = {field: None if open_field else nearest or find_nearest(value, list(values))}
     refuse(f"Recipe.{field}", value, f"{allowed} with {plan.layout.title}", fix)
 
 

@@ -113,8 +113,8 @@ def recommend(
     ``plan.step()``: does everything fit on one GPU at the requested micro-batch (DDP), with a smaller one or
     recomputation, with sharded gradients and optimizer (ZeRO-2), with sharded weights too (FSDP2), with
     tensor or context parallelism inside a node, with offload to the host (ZeRO-3), to NVMe; is the model
-    large enough for Megatron-core, does any other layout of a search fit, does the model have experts, are
-    links slow, is there room left. The first plan that fits is recommended. A later question replaces it only
+    large enough for Megatron-core, does any other layout of a search fit, is there room left, does the model
+    have experts, are links slow. The first plan that fits is recommended. A later question replaces it only
     if its plan is predicted to be at least 10 % faster, or needs a tenth less memory and is no slower; where
     size is the reason (over 70B, hundreds of GPUs, experts), unless its plan is at least 10 % slower.
 
@@ -123,10 +123,11 @@ def recommend(
     recipe's micro-batch, recomputation and loss computation may change to make a plan fit; the loss curve
     stays the same.
 
-    No evaluated plan, and no plan of a search over all layouts, is as simple as the recommended one and both
-    faster and leaner, or takes one more option and is leaner and 1.5 times as fast. ``current`` is the plan
-    that the user has on screen; if it fits with room and is as fast within the usual prediction error (10 %),
-    the advice is to keep it. A ``current`` for another model, cluster or task is ignored.
+    No evaluated plan, and no plan of a search over all layouts, is as simple as the recommended one and
+    better: faster and leaner, over 10 % faster and not tight, or, if the recommended one is tight, not tight
+    and less than a third slower. None takes one more option and is leaner and 1.5 times as fast. ``current``
+    is the plan that the user has on screen; if it fits with room and is as fast within the usual prediction
+    error (10 %), the advice is to keep it. A ``current`` for another model, cluster or task is ignored.
 
     ``progress(message, fraction)`` is called before each question, and repeatedly by the search over all
     layouts; it may end the advice by raising, with any error but a ``ValueError``.
@@ -225,10 +226,11 @@ def _list_questions(cluster: Cluster) -> tuple[Callable[[QuestionPath], None], .
         memory_questions.ask_offload,
         *((size_questions.ask_megatron,) if several else ()),
         memory_questions.ask_any_layout,
-        *(across if several else ()),
         last_questions.ask_room,
         last_questions.ask_plan_on_screen,
         last_questions.ask_dominating_plan,
+        # Their answers describe the plan, so they come after the last question that may replace it.
+        *(across if several else ()),
         last_questions.ask_one_setting,
         last_questions.ask_one_script,
         last_questions.ask_team,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import name_device
 from shardscope.core.serialization import replace_fields
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice import descriptions, layout_ladder
 from shardscope.planner.advice.plan_evaluator import (
     PAYS,
@@ -25,6 +26,7 @@ from shardscope.planner.advice.plan_evaluator import (
 )
 from shardscope.planner.advice.plans_from_search import (
     describe_gain,
+    describe_obstacles,
     find_alternatives,
     find_simplest,
     search_all_layouts,
@@ -52,28 +54,45 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     alternatives = _describe_if_any(_try_fp16(evaluator, advised), evaluator)
     alternatives += try_even_batch(evaluator, advised)
     settings = try_single_settings(path, advised)
+    runs = [one for one in settings if is_trained(one[0]) or not is_trained(advised.plan)]
+    clear = [one for one in runs if _is_faster_plan(one[0], advised)]
     if path.keeps_on_screen:  # The Memory view offers them for this plan too.
         alternatives += settings
-        settings = []
+        settings, clear = [], []
     else:
         alternatives += _try_settings_on_screen(path, advised)
     # Then what is better in one respect: faster or leaner plans of the search over all layouts.
     from_search: list[tuple[Plan, str]] = []
     if path.ranking is not None:
         from_search = find_alternatives(evaluator, path.ranking, advised, path.familiar)
+    faster = [one for one in from_search if _is_faster_plan(one[0], advised)]
+    leaner = [one for one in from_search if one not in faster]
     if has_offload(advised.plan.layout):
         # Only the first two of this list are shown. A plan that is faster on these GPUs comes first. A plan
         # with offload is slow, so ways to do without it alternate with the search's leaner plans.
-        faster = [one for one in from_search if _is_faster_plan(one[0], advised)]
-        leaner = [one for one in from_search if one not in faster]
         without = list_plans_without_offload(path)
         alternatives += [*faster, *without[:1], *leaner[:1], *without[1:], *leaner[1:]]
     else:
         if advised.report.is_tight and advised.plan.recipe.has_adapters:
             quantized = _try_adapters(_without_lacking_bf16(evaluator))
             alternatives += _describe_if_any(quantized, evaluator, "If a base in 4 bits is enough")
-        alternatives += from_search
+        if advised.report.is_tight:
+            alternatives += from_search
+            if all(plan.memory().is_tight for plan, _ in from_search):
+                alternatives += _list_looser_optimizers(evaluator)
+        else:
+            # A setting that makes the recommended plan clearly faster matters more than free memory.
+            alternatives += [*faster, *clear, *leaner]
+            settings = [one for one in settings if one not in clear]
     return alternatives + settings
+
+
+def _list_looser_optimizers(requested: PlanEvaluator) -> list[tuple[Plan, str]]:
+    """Return a plan with 8-bit optimizer state that is not tight; empty if there is none."""
+    trial = _try_eight_bit(_without_lacking_bf16(requested))
+    if trial is None or trial.report.is_tight:
+        return []
+    return _describe_if_any(trial, requested, "If the optimizer's state may be in 8 bits")
 
 
 def _is_faster_plan(plan: Plan, advised: EvaluatedPlan) -> bool:
@@ -101,7 +120,7 @@ def try_single_settings(path: QuestionPath, advised: EvaluatedPlan) -> list[tupl
         evaluated = path.evaluator.evaluate_plan(saving.plan.layout, saving.plan.recipe)
         if isinstance(evaluated, EvaluatedPlan):
             gain = describe_gain(f"{saving.change}, all else as it is", evaluated, advised)
-            alternatives.append((evaluated.plan, gain))
+            alternatives.append((evaluated.plan, f"{gain} {describe_obstacles(evaluated, advised)}".strip()))
     return alternatives
 
 
@@ -121,7 +140,7 @@ def _try_settings_on_screen(path: QuestionPath, advised: EvaluatedPlan) -> list[
             and is_faster(evaluated, advised, WORTH_A_SETTING)
         ):
             gain = describe_gain(f"{saving.change} in the current plan", evaluated, advised)
-            return [(evaluated.plan, gain)]
+            return [(evaluated.plan, f"{gain} {describe_obstacles(evaluated, advised)}".strip())]
     return []
 
 
@@ -183,12 +202,14 @@ def _describe_if_any(
 
 
 def _try_fp16(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> EvaluatedPlan | None:
-    """Return the recommended plan in fp16, for GPUs without bf16; None if they have it, or the plan does not
-    fit."""
+    """Return the recommended layout in fp16, for GPUs without bf16; None if they have it, or the plan does
+    not fit."""
     if not lacks_bf16(advised.plan.recipe, evaluator.cluster):
         return None
-    trial = evaluator.evaluate_plan(advised.plan.layout, replace(advised.plan.recipe, precision="fp16-mixed"))
-    return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
+    # In fp16 a time is known, so that the recomputation and the micro-batch are chosen again.
+    in_fp16 = _without_lacking_bf16(evaluator)
+    best = in_fp16.evaluate_layout(advised.plan.layout).best
+    return None if best is None else in_fp16.with_room(best)
 
 
 def _get_timed(evaluator: PlanEvaluator, advised: EvaluatedPlan | None) -> EvaluatedPlan | None:

@@ -144,10 +144,10 @@ def describe_recipe_changes(evaluated: EvaluatedPlan, wanted: Recipe) -> str:
 
 
 def format_duration(days: float) -> str:
-    """Format a duration: ``1.2 years``, ``34 days``, ``5.1 hours``."""
-    for unit, length in (("year", 365.25), ("day", 1.0), ("hour", 1 / 24)):
+    """Format a duration: ``1.2 years``, ``34 days``, ``5.1 hours``, ``2.7 minutes``."""
+    for unit, length in (("year", 365.25), ("day", 1.0), ("hour", 1 / 24), ("minute", 1 / 1440)):
         number = days / length
-        if number >= 1 or unit == "hour":
+        if number >= 1 or unit == "minute":
             shown = f"{number:,.0f}" if number >= 9.95 else f"{number:.2g}"
             return f"{shown} {unit}{'' if shown == '1' else 's'}"
     raise AssertionError("unreachable")

@@ -113,11 +113,11 @@ def _is_as_good(path: QuestionPath, mine: EvaluatedPlan, current: EvaluatedPlan)
 
 
 def ask_dominating_plan(path: QuestionPath) -> None:
-    """Ask whether a plan that is about as simple, evaluated here or found by a search, is faster and needs
-    less memory."""
+    """Ask whether a plan that is about as simple, evaluated here or found by a search, is better: faster with
+    less memory, clearly faster, or not tight."""
     first = path.current
-    # Repeat, because the plan that dominates may itself be dominated. Each round needs less memory, so it
-    # ends.
+    # Repeat, because a better plan may have a better one itself. Each round is faster, or the first one that
+    # is not tight, so it ends.
     while path.current is not None:
         better = _find_dominating(path, path.current)
         if better is None:
@@ -127,14 +127,18 @@ def ask_dominating_plan(path: QuestionPath) -> None:
     if current is None or first is None or current is first:
         return
     path.keeps_on_screen = False
-    less = format_gib(first.report.peak_bytes - current.report.peak_bytes)
+    more = current.report.peak_bytes - first.report.peak_bytes
+    memory = f"with {format_gib(abs(more))} GiB {'more' if more > 0 else 'less'}"
+    if first.report.is_tight and not current.report.is_tight:
+        memory += ", and it is not tight"
     path.record_turn(
         OUTDOES,
-        "Is a plan that is about as simple faster, and needs less memory?",
-        f"Yes: {path.name_plan(current)}, {path.compare_plans(current, first)}, with {less} GiB less.",
+        "Is a plan that is about as simple better?",
+        f"Yes: {path.name_plan(current)}, {path.compare_plans(current, first)}, {memory}.",
         describe_figures(current),
-        "A search over all layouts is compared with the questions; of two plans as simple as each other the "
-        "slower one that needs more memory is never advised. One more option is worth it if the step is "
+        "A search over all layouts is compared with the questions. A plan that is as simple is better if it "
+        f"is faster and needs less memory, if it is over {100 * (PAYS - 1):.0f} % faster and not tight, or "
+        "if only the other one is tight. One more option is worth it if the step is "
         f"{WORTH_ONE_MORE:g} times as fast.",
         current,
         taken=True,
@@ -242,12 +246,16 @@ def ask_one_setting(path: QuestionPath) -> None:
         if LEAST_GAIN * (seconds + saving.seconds_lost) < seconds
     ]
     question = "Does one more setting make it faster, with less memory?"
-    why = "Other kernels, or another way to compute the loss, leave layout and training as they are."
+    why = (
+        "Other kernels, offloaded activations, or another way to compute the loss leave layout and training "
+        "as they are."
+    )
     if not path.settings:
         path.record_turn("", question, "No.", "", why)
         return
     changes = [
-        f"{saving.change}, {descriptions.compare_seconds(seconds + saving.seconds_lost, seconds)}"
+        f"{saving.change} ({descriptions.compare_seconds(seconds + saving.seconds_lost, seconds)}"
+        + (")" if is_trained(saving.plan) or not is_trained(current.plan) else "; cannot be launched here)")
         for saving in path.settings
     ]
     path.record_turn("", question, f"Yes: {join_list(changes)}.", describe_figures(current), why, current)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.layout import Layout, list_divisors
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice.plan_evaluator import (
     PAYS,
     WORTH_A_SETTING,
@@ -121,12 +122,27 @@ def _choose_first_or_faster(outcomes: list[Outcome]) -> Outcome:
         # The smallest shortage is the most useful answer to "why not".
         near = [outcome for outcome in outcomes if outcome.nearest]
         return min(near, key=_get_shortage, default=outcomes[0])
+    first = _choose_worth_its_setting(fitting)
+    launched = [outcome for outcome in fitting if outcome.best and is_trained(outcome.best.plan)]
+    if not launched:
+        return first
+    other = _choose_worth_its_setting(launched)
+    return first if first.best and other.best and _is_better(first.best, other.best) else other
+
+
+def _choose_worth_its_setting(outcomes: list[Outcome]) -> Outcome:
     # Layouts are ordered from simple to complex, so a later one must be worth its setting.
-    first = fitting[0]
-    for outcome in fitting[1:]:
+    first = outcomes[0]
+    for outcome in outcomes[1:]:
         if outcome.best and first.best and is_faster(outcome.best, first.best, WORTH_A_SETTING):
             first = outcome
     return first
+
+
+def _is_better(best: EvaluatedPlan, launched: EvaluatedPlan) -> bool:
+    """Return whether a plan is clearly better than one that can be launched here: by more than the prediction
+    error, or because only the other one is tight."""
+    return is_faster(best, launched) or (launched.report.is_tight and not best.report.is_tight)
 
 
 def _get_shortage(outcome: Outcome) -> float:
@@ -153,6 +169,9 @@ def try_megatron(evaluator: PlanEvaluator) -> Outcome:
         misses += [outcome.nearest] if outcome.nearest else []
         refusal = refusal or outcome.refusal
     best = find_fastest(runs)
+    launched = find_fastest(run for run in runs if is_trained(run.plan))
+    if best is not None and launched is not None and not _is_better(best, launched):
+        best = launched
     if best is None:
         return Outcome(
             None, None, min(misses, key=lambda evaluated: evaluated.shortage, default=None), refusal
@@ -169,7 +188,7 @@ def _list_degrees_inside_a_node(evaluator: PlanEvaluator) -> Iterator[dict[str, 
             return
         if experts is None or not evaluator.architecture.num_moe_layers:
             # Context parallelism exchanges keys and values in every layer, which only long sequences repay.
-            for cp in (1, 2, 4) if evaluator.recipe.seq_len >= LONG_TOKENS else (1,):
+            for cp in (1, 2, 4, 8) if evaluator.recipe.seq_len >= LONG_TOKENS else (1,):
                 yield {"tp": tp, "cp": cp}
             continue
         # At least the GPUs of a node: with fewer ranks, each holds so many experts that they seldom fit.
@@ -210,8 +229,9 @@ def _try_interleaved(evaluator: PlanEvaluator, best: EvaluatedPlan) -> Evaluated
         return best
     plans = [best]
     # All numbers of chunks: invalid ones are refused when the plan is made, and the best one is not
-    # monotonic, since more chunks mean a shorter bubble and more transfers.
-    for vpp in range(2, layers // pp + 1):
+    # monotonic, since more chunks mean a shorter bubble and more transfers. Embedding and loss may count as
+    # two layers: Llama 3 405B's 126 layers are 16 stages of 8 chunks (arXiv:2407.21783, section 3.3.2).
+    for vpp in range(2, (layers + 2) // pp + 1):
         fields = {name: getattr(best.plan.layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
         run = evaluator.evaluate_plan(Layout.megatron(**fields, vpp=vpp), best.plan.recipe)
         if isinstance(run, EvaluatedPlan) and run.fits:

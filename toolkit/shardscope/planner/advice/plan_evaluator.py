@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.cluster import BEFORE_AMPERE
+from shardscope.core.errors import FieldError
 from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
@@ -114,6 +115,10 @@ class PlanEvaluator:
                 plan = Plan(self.architecture, self.cluster, recipe, layout)
                 report = plan.memory()
                 trial = EvaluatedPlan(plan=plan, report=report, short=tuple(find_shortages(plan, report)))
+        except FieldError as refusal:
+            # Not the fix of a degree: the layout is one of those tried here, and the next ones follow.
+            is_layout = refusal.field.startswith("Layout")
+            return str(refusal).removesuffix(f" Nearest fix: {refusal.fix}.") if is_layout else str(refusal)
         except ValueError as refusal:
             return str(refusal)
         if trial.fits:

@@ -25,9 +25,9 @@ from shardscope.planner.advice.plan_evaluator import (
 from shardscope.planner.advice.simplicity import (
     compute_simplicity,
     compute_simplicity_of_rows,
-    count_degrees,
     is_dominating,
 )
+from shardscope.planner.memory_needs import list_memory_needs
 from shardscope.planner.search.search import search
 from shardscope.timing.report import format_seconds
 
@@ -98,7 +98,7 @@ def _climb(
 ) -> EvaluatedPlan | None:
     """Return the fastest of the simplest ``rows``, or of more complex ones that are clearly faster; None
     without rows."""
-    effort, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
+    effort, _, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
     levels = np.unique(np.stack([effort, settings], axis=1), axis=0)  # From simple to complex.
     best: EvaluatedPlan | None = None
     for level_effort, level_settings in levels[:max_levels]:
@@ -115,27 +115,34 @@ def _climb(
 def find_better(
     evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
 ) -> EvaluatedPlan | None:
-    """Return a plan of the search that is leaner and faster than ``advised``, one of the two clearly.
+    """Return a plan of the search that is better than ``advised`` and as simple: leaner and faster, clearly
+    faster and not tight, or not tight where ``advised`` is.
 
-    It is as simple, or takes one more option and is much faster (:data:`WORTH_ONE_MORE`). None if there is
-    none that can be launched here.
+    A leaner one may take one more option if it is much faster (:data:`WORTH_ONE_MORE`). None if there is none
+    that can be launched here, or none at all where ``advised`` cannot be launched either.
     """
     if advised.seconds is None:
         return None
     rows = _list_rows_with_room(ranking, advised)
     seconds, peak = ranking.step_seconds[rows], ranking.peak_bytes[rows]
     limit = compute_simplicity(advised.plan, evaluator.recipe, familiar)
-    effort, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
+    simplicity = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
     # Better in both, and clearly in at least one: differences in both that are within the error are no reason
     # to advise another plan.
     better = (seconds < advised.seconds) & (peak < advised.report.peak_bytes)
     counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
-    # Another parallel degree is more to understand than an option.
-    same_degrees = ranking.num_degrees_above_one(rows) <= count_degrees(advised.plan)
-    is_worth_one = same_degrees & (seconds * WORTH_ONE_MORE < advised.seconds)
-    allowed = np.where(is_worth_one, limit.settings + 1, limit.settings)
-    simple = (effort <= limit.effort) & (settings <= allowed)
-    return _find_first_launched(evaluator, ranking, rows[better & counts & simple])
+    simple = simplicity.is_as_simple_as(limit)
+    is_worth_one = seconds * WORTH_ONE_MORE < advised.seconds
+    one_more = is_worth_one & simplicity.is_as_simple_as(limit._replace(settings=limit.settings + 1))
+    # Memory that stays free is no reason for a plan that is clearly slower; a tight plan may not run at all,
+    # so a looser one may cost as much as recomputation could.
+    most = advised.seconds * SAFE if advised.report.is_tight else advised.seconds / PAYS
+    as_loose = simple & ~_find_tight(ranking)[rows] & (seconds < most)
+    rows = rows[(better & counts & (simple | one_more)) | as_loose]
+    launched = _find_first_launched(evaluator, ranking, rows)
+    if launched is not None or is_trained(advised.plan) or not len(rows):
+        return launched
+    return _try_row(evaluator, ranking, rows[np.argmin(ranking.step_seconds[rows])])
 
 
 def find_alternatives(
@@ -160,10 +167,16 @@ def find_alternatives(
 def describe_alternative(evaluated: EvaluatedPlan, advised: EvaluatedPlan, evaluator: PlanEvaluator) -> str:
     """Return one sentence with the gain and cost of a plan compared with the recommended one."""
     sentence = describe_gain(descriptions.name_plan(evaluated.plan, evaluator.recipe), evaluated, advised)
+    return f"{sentence} {describe_obstacles(evaluated, advised)}".strip()
+
+
+def describe_obstacles(evaluated: EvaluatedPlan, advised: EvaluatedPlan) -> str:
+    """Return why a plan may not run where ``advised`` does: no launch here, memory of unknown size; empty if
+    nothing is known."""
     refusal = why_not_trained(evaluated.plan)
-    if refusal is not None and is_trained(advised.plan):
-        sentence += f" Cannot be launched here: {refusal}"
-    return f"{sentence} {descriptions.describe_unknown_memory(evaluated)}".strip()
+    stops = refusal is not None and is_trained(advised.plan)
+    launch = f"Cannot be launched here: {refusal}" if stops else ""
+    return f"{launch} {descriptions.describe_unknown_memory(evaluated)}".strip()
 
 
 def describe_gain(name: str, evaluated: EvaluatedPlan, advised: EvaluatedPlan) -> str:
@@ -213,9 +226,11 @@ def _find_leaner(
 ) -> EvaluatedPlan | None:
     """Return the leanest of the plans near the fastest that need clearly less memory and at most one more
     setting."""
+    # A leaner plan is a choice, so that it never needs memory of unknown size.
     rows = _list_rows_with_room(ranking, advised)
+    rows = rows[ranking.is_room_known[rows]]
     limit = compute_simplicity(advised.plan, evaluator.recipe, familiar)
-    effort, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
+    effort, _, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
     rows = rows[
         (ranking.peak_bytes[rows] * PAYS < advised.report.peak_bytes)
         & (ranking.step_seconds[rows] < SAFE * (advised.seconds or 0.0))
@@ -233,8 +248,17 @@ def _find_leaner(
 def _list_rows_with_room(ranking: Ranking, advised: EvaluatedPlan) -> NDArray[np.int64]:
     """Return the rows that fit into memory of known size; no tight ones, unless the recommended plan is
     tight."""
-    # Never recommend a plan on the assumption that a node has memory of which nobody gave the size.
-    wanted = ranking.is_feasible & ranking.is_room_known
+    # Never recommend a plan on the assumption that a node has more memory than the recommended plan needs of
+    # it, where nobody gave the size.
+    needed = {
+        need.name: need.needed_bytes
+        for need in list_memory_needs(advised.plan, advised.report)
+        if need.room_bytes is None
+    }
+    needs_no_more = (ranking.host_bytes <= needed.get("host memory", 0)) & (
+        ranking.nvme_bytes <= needed.get("NVMe", 0)
+    )
+    wanted = ranking.is_feasible & (ranking.is_room_known | needs_no_more)
     if not advised.report.is_tight:
         wanted = wanted & ~_find_tight(ranking)
     return np.flatnonzero(wanted)
@@ -249,7 +273,7 @@ def _find_tight(ranking: Ranking) -> NDArray[np.bool_]:
 def _sort_by_simplicity(
     evaluator: PlanEvaluator, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
 ) -> NDArray[np.int64]:
-    effort, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
+    effort, _, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
     return rows[np.lexsort((ranking.step_seconds[rows], settings, effort))]
 
 

@@ -138,6 +138,7 @@ class QuestionPath:
         else:
             only = "only " if is_faster(best, current, 1.0) else ""
             answer = f"Yes, {how}, but {only}{comparison}: not worth it."
+            key = ""
         self.record_turn(key, question, answer, describe_figures(best), why, best)
 
     def name_plan(self, evaluated: EvaluatedPlan) -> str:

@@ -32,33 +32,57 @@ class Simplicity(NamedTuple):
 
     effort: int
     """``Framework.effort`` of the framework; 0 for a familiar one."""
+    degrees: int
+    """Number of degrees above 1 (:func:`count_degrees`): each is more to understand than an option."""
     settings: int
-    """Number of degrees above 1, of options that are not defaults, and of changes to the requested
-    recomputation, loss and kernels."""
+    """Number of degrees, of options that are not defaults, and of changes to the requested recomputation,
+    loss and kernels."""
 
     def is_as_simple_as(self, other: Simplicity) -> bool:
-        """Return whether neither effort nor settings exceed the other's."""
-        return self.effort <= other.effort and self.settings <= other.settings
+        """Return whether neither effort nor degrees nor settings exceed the other's."""
+        return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
 
 
 def compute_simplicity(plan: Plan, wanted: Recipe, familiar: Collection[str] = ()) -> Simplicity:
     """Return the simplicity of ``plan`` compared with the recipe ``wanted``, for users who know the
     ``familiar`` frameworks."""
     # What counts is what a user has to choose and understand, not how large the numbers are.
-    settings = count_degrees(plan) + _num_options(plan.layout) + _num_eased(plan.recipe, wanted)
-    return Simplicity(_get_effort(plan.layout.framework, familiar), settings)
+    degrees = count_degrees(plan)
+    settings = degrees + _num_options(plan.layout) + _num_eased(plan.recipe, wanted)
+    return Simplicity(_get_effort(plan.layout.framework, familiar), degrees, settings)
 
 
 def count_degrees(plan: Plan) -> int:
-    """Return the number of parallel degrees above 1, without data parallelism."""
-    return sum(getattr(plan.degrees, name) > 1 for name in COUNTED)
+    """Return the number of parallel degrees above 1, without data parallelism.
+
+    Tensor parallelism across nodes counts twice: every layer depends on the network, which
+    ``plan.findings()`` reports.
+    """
+    crosses = plan.degrees.tp > plan.cluster.gpus_per_node
+    return int(crosses) + sum(bool(getattr(plan.degrees, name) > 1) for name in COUNTED)
+
+
+class RowSimplicity(NamedTuple):
+    """:class:`Simplicity` of rows of a search, one array for each field."""
+
+    effort: NDArray[np.int64]
+    degrees: NDArray[np.int64]
+    settings: NDArray[np.int64]
+
+    def is_as_simple_as(self, limit: Simplicity) -> NDArray[np.bool_]:
+        """Return the mask of the rows that are as simple as ``limit``."""
+        as_simple: NDArray[np.bool_] = (
+            (self.effort <= limit.effort)
+            & (self.degrees <= limit.degrees)
+            & (self.settings <= limit.settings)
+        )
+        return as_simple
 
 
 def compute_simplicity_of_rows(
     ranking: Ranking, rows: NDArray[np.int64], wanted: Recipe, familiar: Collection[str]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the simplicity of rows of a search: ``effort`` and ``settings``, each with the shape of
-    ``rows``."""
+) -> RowSimplicity:
+    """Return the simplicity of rows of a search."""
     # Per group of candidates in Python, per row in numpy: rows of one group differ in degrees only.
     candidates = ranking.candidates
     owners = ranking.owners(rows)
@@ -66,7 +90,9 @@ def compute_simplicity_of_rows(
     options = np.array(
         [_num_options(one.layout) + _num_eased(one.recipe, wanted) for one in candidates], np.int64
     )
-    return effort[owners], options[owners] + ranking.num_degrees_above_one(rows)
+    crosses = ranking.column("tp")[rows] > ranking.cluster.gpus_per_node
+    degrees = ranking.num_degrees_above_one(rows) + crosses
+    return RowSimplicity(effort[owners], degrees, options[owners] + degrees)
 
 
 def is_dominating(

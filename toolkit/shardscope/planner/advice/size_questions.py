@@ -73,7 +73,8 @@ def ask_megatron(path: QuestionPath) -> None:
         answer += "." if wins else ": not worth it."
     if wins:
         path.set_current(SPLIT, best)
-    path.record_turn(SPLIT, question, answer, f"{size}; {describe_figures(best)}", why, best)
+    key = SPLIT if wins else ""
+    path.record_turn(key, question, answer, f"{size}; {describe_figures(best)}", why, best)
 
 
 def _list_reasons_for_megatron(path: QuestionPath) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardscope.core.finding import Finding
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import is_trained
-from shardscope.planner.checks.case import Case, Change, evaluate_variants, find_fastest
+from shardscope.planner.checks.case import Case, Change, evaluate_variants, find_fastest, replace_plan_fields
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.prediction.step import predict_step
 from shardscope.prediction.support import list_supported
@@ -75,7 +75,9 @@ def _describe_directions(plan: Plan) -> str:
 
 
 def _list_fused_kernels(plan: Plan) -> list[str]:
-    return [name for name in _FEWER_KERNELS if name in list_supported(plan.layout, "kernels")]
+    """Return the kernels that fuse operators, as far as this model and recipe have them."""
+    supported = [name for name in _FEWER_KERNELS if name in list_supported(plan.layout, "kernels")]
+    return [name for name in supported if replace_plan_fields(plan, recipe={"kernels": name})]
 
 
 def _list_changes(plan: Plan) -> Iterator[Change]:

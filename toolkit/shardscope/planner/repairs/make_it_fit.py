@@ -13,7 +13,7 @@ from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.plan_evaluator import PAYS, SAFE
 from shardscope.planner.differences import find_differences
-from shardscope.planner.memory_needs import list_memory_needs
+from shardscope.planner.memory_needs import WHILE_BUILT, list_memory_needs
 from shardscope.planner.repairs.combined_changes import combine_changes, describe_change, keep_options
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, describe_effect, find_steps, predict_seconds
 from shardscope.planner.search.search import search
@@ -197,7 +197,7 @@ def _find_cheapest(plan: Plan, offered: Iterable[Plan], states: Sequence[State])
     # A plan that can be launched must not become one that cannot, unless nothing else fits.
     if is_trained(plan):
         same = [one for one in same if is_trained(one)] or same
-    states_of = [(one, assess_plan(one).state) for one in same]
+    states_of = [(one, _get_state(one)) for one in same]
     best: Plan | None = None
     for state in states:
         fitting = [one for one, plan_state in states_of if plan_state == state]
@@ -208,6 +208,18 @@ def _find_cheapest(plan: Plan, offered: Iterable[Plan], states: Sequence[State])
             near = [one for one in fitting if _sortable_seconds(one) <= NEAR * least]
             best = min(near, key=lambda one: (len(find_differences(plan, one)), _sortable_seconds(one)))
     return best
+
+
+def _get_state(plan: Plan) -> State:
+    """Return the state of a plan, without the host memory of unknown size that only building the model needs.
+
+    Small plans of most frameworks need some, as in a search (``Ranking.is_room_known``): it is no reason to
+    leave the user's framework.
+    """
+    verdict = assess_plan(plan)
+    if verdict.state == "unknown" and all(need.name == WHILE_BUILT for need in verdict.unknown):
+        return "tight" if plan.memory().verdict == "tight" else "fits"
+    return verdict.state
 
 
 def _trains_the_same(plan: Plan, other: Plan) -> bool:

@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.repairs import Repair, predict_seconds
 from shardscope.planner.repairs.single_changes import list_ladders
@@ -51,9 +52,10 @@ def find_savings(plan: Plan, report: MemoryReport) -> list[Repair]:
             if lost > MOST_SHARE_LOST * seconds or not (saves_enough or -lost >= LEAST_SHARE_WON * seconds):
                 continue
             saving = Repair(change.text, change.plan, saved, lost)
-            # Of each field the value that costs least time, and among equal ones the one that saves most.
+            # Of each field the value that costs least time; among equal ones first those that can be launched
+            # here, if the plan can be, and of these the one that saves most.
             known = best.get(changed[0])
-            if known is None or _rank_cost(saving, seconds) < _rank_cost(known, seconds):
+            if known is None or _rank_cost(plan, saving, seconds) < _rank_cost(plan, known, seconds):
                 best[changed[0]] = saving
     return sorted(best.values(), key=lambda saving: -saving.bytes_won)[:MAX_SAVINGS]
 
@@ -65,8 +67,10 @@ def list_changed_fields(before: Plan, after: Plan) -> list[str]:
     return [name for name in names if getattr(recipes[0], name) != getattr(recipes[1], name)]
 
 
-def _rank_cost(saving: Repair, seconds: float) -> tuple[float, int]:
-    """Return the sort key of a change: time lost in whole per cent, then bytes saved."""
+def _rank_cost(plan: Plan, saving: Repair, seconds: float) -> tuple[float, bool, int]:
+    """Return the sort key of a change: time lost in whole per cent, then whether it prevents the launch, then
+    bytes saved."""
     # Whole per cent, because smaller differences of predicted times mean nothing.
     share = saving.seconds_lost / seconds
-    return (math.inf if math.isnan(share) else max(0, round(100 * share)), -saving.bytes_won)
+    cost = math.inf if math.isnan(share) else max(0, round(100 * share))
+    return cost, is_trained(plan) and not is_trained(saving.plan), -saving.bytes_won
