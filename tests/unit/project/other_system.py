@@ -18,8 +18,11 @@ import socket
 import subprocess  # noqa: F401
 import sys
 import tempfile  # noqa: F401
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 import anywidget  # noqa: F401
@@ -62,6 +65,7 @@ NOT_WINDOWS = {
     ),
     socket: ("AF_UNIX",),
 }
+TRAINING_PACKAGES = {"torch", "transformers", "accelerate"}
 UNIX_MODULES = {"fcntl", "resource", "termios", "pwd", "grp", "pty"}
 
 
@@ -74,6 +78,18 @@ class _MissingModules(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
 
+class _WithoutTraining(PathFinder):
+    """Finds all packages but those of the ``train`` extra: ``find_spec()`` returns None, as for any that is
+    not installed."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        is_missing = fullname.partition(".")[0] in TRAINING_PACKAGES
+        return None if is_missing else PathFinder.find_spec(fullname, path, target)
+
+
 class _NoLibrary:
     def __init__(self, *args: object, **kwargs: object) -> NoReturn:
         raise OSError("no such library")
@@ -81,7 +97,7 @@ class _NoLibrary:
 
 def become(platform: str) -> None:
     """Remove from this process what ``platform`` does not have."""
-    missing = {"torch", "transformers", "accelerate"}
+    missing: set[str] = set()
     removed = [NOT_LINUX]
     if platform in ("win32", "emscripten"):
         missing |= UNIX_MODULES
@@ -89,8 +105,9 @@ def become(platform: str) -> None:
         missing |= {"psutil", "pynvml"}
     if platform == "win32":
         removed.append(NOT_WINDOWS)
-    for name in missing:
+    for name in missing | TRAINING_PACKAGES:
         sys.modules.pop(name, None)
+    sys.meta_path[:] = [_WithoutTraining if finder is PathFinder else finder for finder in sys.meta_path]
     sys.meta_path.insert(0, _MissingModules(missing))
     for owner, names in ((owner, names) for table in removed for owner, names in table.items()):
         for name in names:
