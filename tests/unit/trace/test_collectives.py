@@ -387,7 +387,7 @@ def test_two_calls_of_two_ranks_prove_nothing(tmp_path: Path) -> None:
         ("ncclKernel_SendRecv_RING_SIMPLE", "send_recv"),
         ("alltoallv", "all_to_all"),
         ("ncclDevKernel_Broadcast", "broadcast"),
-        ("deep_ep::internode::dispatch", "other"),
+        ("deep_ep::internode::dispatch", "communication"),
     ],
 )
 def test_kinds_of_collectives(text: str, kind: str) -> None:

@@ -57,6 +57,15 @@ def test_malformed_memory_records_are_left_out(tmp_path: Path) -> None:
     assert [row["allocated_bytes"] for row in trace.memory()] == [5]
 
 
+def test_devices_of_other_vendors_have_the_names_of_torch(tmp_path: Path) -> None:
+    events = [operator(0, 100)]
+    for number, (kind, total) in enumerate([(6, 10), (12, 20), (20, 30)]):
+        event = record(10 + number, total, 0, **{"Total Allocated": total, "Total Reserved": 64})
+        events.append(event | {"args": {**event["args"], "Device Type": kind}})
+    devices = {row["device"]: row["allocated_bytes"] for row in load_ranks(tmp_path, {0: events}).memory()}
+    assert devices == {"hip:0": 10, "xpu:0": 20, "privateuseone:0": 30}
+
+
 def test_of_many_memory_records_the_peaks_stay() -> None:
     times = np.arange(10 * MAX_POINTS)
     values = np.random.default_rng(0).integers(0, 1000, len(times)).astype(float)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,82 @@ def test_slow_steps_are_named_with_the_part_that_grew(tmp_path: Path) -> None:
     )
 
 
+def test_a_step_that_is_slow_on_several_ranks_has_one_sentence_and_many_are_counted(tmp_path: Path) -> None:
+    starts = [2000 * number for number in range(17)]
+    for number in (3, 6, 9, 12, 14):
+        starts[number + 1 :] = [start + 1000 + number for start in starts[number + 1 :]]
+    events = [step(number, a, b) for number, (a, b) in enumerate(pairwise(starts))]
+    events += [kernel(start, start + 500) for start in starts[:-1]]
+    trace = load(tmp_path, {rank: [dict(event) for event in events] for rank in range(3)})
+    texts = trace.summary().sentences
+    assert sum(text.startswith("Step ") for text in texts) == 3
+    assert all("2 other ranks" in text for text in texts if text.startswith("Step "))
+    assert any(text.startswith("2 more steps") for text in texts)
+
+
+def test_without_marks_of_steps_figures_are_those_of_the_recording(tmp_path: Path) -> None:
+    ranks = {
+        rank: [event for event in events if event["cat"] != "user_annotation"]
+        for rank, events in make_uneven_run().items()
+    }
+    trace = load(tmp_path, ranks)
+    calls = trace.collectives()
+    texts = [*trace.summary().sentences, calls.what_if("").text, trace.diff(trace).text]
+    assert not any("a step" in text or "the step" in text for text in texts)
+    assert any("2 calls of" in text for text in texts)
+
+
+def test_ranks_with_different_numbers_of_steps_have_the_mean_of_a_step(tmp_path: Path) -> None:
+    """Rank 1's profiler stopped two steps earlier: the figures of a step are the same."""
+    ranks = {0: make_run(num_steps=6)[0], 1: make_run(num_steps=4)[1]}
+    trace = load(tmp_path, ranks)
+    (row,) = trace.collectives().sum_by_axis()
+    assert (row["num_calls"], to_us(row["seconds"])) == (pytest.approx(1), 200)
+    sentences = trace.summary().sentences
+    assert sentences[0].startswith("2 ranks, 4 to 6 steps of 800 µs;")
+    (matmul,) = (text for text in sentences if text.startswith("Matmul"))
+    assert "500 µs (62 %) of a step" in matmul and ", 1 call a step of 500 µs each" in matmul
+
+
+def test_work_outside_of_marked_steps_is_no_work_of_a_step(tmp_path: Path) -> None:
+    """A recording begins and ends in the middle of a step, of which the profiler writes no mark."""
+    ranks = make_run(num_steps=4)
+    for events in ranks.values():
+        events[:] = [event for event in events if event["name"] not in ("ProfilerStep#0", "ProfilerStep#3")]
+    trace = load(tmp_path, ranks)
+    sentences = trace.summary().sentences
+    assert any("Exposed all-reduce: 200 µs (25 %) of a step, in 1 call" in text for text in sentences)
+    assert any("500 µs (62 %) of a step" in text and ", 1 call a step" in text for text in sentences)
+    assert any("The GPU idles 100 µs (12 %) of a step" in text for text in sentences)
+    (axis,) = {row["axis"] for row in trace.collectives()}
+    assert to_us(trace.collectives().what_if(axis).changed_seconds) == 600
+    assert len(trace.collectives()) == 8
+
+
+def test_time_between_operators_counts_without_marks_of_steps(tmp_path: Path) -> None:
+    trace = load(tmp_path, {0: [operator(0, 200), operator(800, 1000)]})
+    (cause,) = [row for row in trace.idle() if row["seconds"]]
+    assert (cause["cause"], to_us(cause["seconds"])) == ("host-bound", 600)
+    assert any("600 µs (60 %) of the recording" in text for text in trace.summary().sentences)
+
+
+def test_kernels_of_collectives_without_a_name_are_not_compute(tmp_path: Path) -> None:
+    """RCCL has one kernel for all collectives, and NCCL's SendRecv does all-to-alls, too."""
+    generic, exchange = "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_SendRecv"
+    events = [
+        step(0, 0, 1000),
+        kernel(0, 100, "Cijk_Ailk_Bljk_BBS_BH_MT128x128x32"),
+        kernel(100, 500, generic, 20, **{**ARGS, "Collective name": "_allgather_base"}),
+        kernel(500, 700, generic, 20),
+        kernel(700, 900, exchange, 20, **{**ARGS, "Collective name": "all_to_allv"}),
+    ]
+    trace = load(tmp_path, {0: events})
+    kinds = {(row["kind"], to_us(row["total_seconds"])) for row in trace.kernels()}
+    assert kinds == {("matmul", 100), ("all_gather", 400), ("communication", 200), ("all_to_all", 200)}
+    assert {row["kind"] for row in trace.collectives()} == {"all_gather", "communication", "all_to_all"}
+    assert "Matmul kernels take most compute" in str(trace.summary())
+
+
 def test_data_loading_and_copies_have_sentences(tmp_path: Path) -> None:
     events = [
         step(0, 0, 1000),
@@ -222,7 +299,7 @@ def test_data_loading_and_copies_have_sentences(tmp_path: Path) -> None:
     text = str(load(tmp_path, {0: events}).summary())
     assert "The GPU idles 600 µs (60 %) of a step because the data loader has no batch yet" in text
     assert "Exposed copies: 100 µs (10 %) of a step; first Memcpy HtoD (Pinned -> Device) at 10 GB/s" in text
-    assert "Only 0 % of the time of matmuls, convolutions and attention is on tensor cores" in text
+    assert "None of the time of matmuls, convolutions and attention is on tensor cores" in text
 
 
 def test_devices_without_tensor_cores_get_no_sentence_about_them(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 from shardscope.core.number_format import Scale, format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
+from shardscope.trace.analysis.breakdown import compute_idle
 from shardscope.trace.analysis.collectives import KINDS as COLLECTIVE_KINDS
 from shardscope.trace.analysis.collectives import AxisRow, CollectiveRow, Collectives, list_step_seconds
 from shardscope.trace.analysis.critical_path import CriticalPath
+from shardscope.trace.analysis.kernels import find_kernels
 from shardscope.trace.analysis.stragglers import SIGNIFICANCE, format_chance
 from shardscope_widgets.kit.numbers import Unit, format_three_digits
 from shardscope_widgets.trace.analysis_page import (
@@ -37,7 +39,7 @@ def has_gpu_work(trace: Trace) -> bool:
 
 def has_steps(trace: Trace) -> bool:
     """Return whether the steps of a rank are marked."""
-    return any(rank.steps for rank in trace.activity.ranks)
+    return trace.activity.has_steps
 
 
 def name_total(trace: Trace) -> str:
@@ -51,8 +53,8 @@ def describe_steps(trace: Trace) -> AnalysisPage:
     if not steps:
         return AnalysisPage(
             sentences=[
-                "The recording has no marks of steps. torch.profiler writes them where prof.step() is called "
-                "after each step; runs of Shardscope do."
+                "The recording has no marks of steps. torch.profiler writes them if it has a schedule= and "
+                "prof.step() is called after each step, as in runs of Shardscope."
             ]
         )
     scale = Scale.for_seconds(steps[0]["span_seconds"])
@@ -104,7 +106,7 @@ def _count_steps(ranks: Sequence[int]) -> str:
 
 def describe_kernels(trace: Trace) -> AnalysisPage:
     """Return kernels by name, averaged over ranks, and the share of each class in a sentence."""
-    kernels = trace.kernels()
+    kernels = find_kernels(trace, in_steps=True)
     on_gpu = has_gpu_work(trace)
     if not kernels:
         return AnalysisPage(sentences=["No kernel and no operator was recorded."])
@@ -115,10 +117,10 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
         names[row["name"], row["kind"]].append(number)
         kinds[row["kind"]] += row["total_seconds"]
     # Sums over ranks and steps become those of one rank's step.
-    num_parts = max(len(trace.ranks), 1) * trace.activity.num_steps
+    num_parts = {rank: len(trace.ranks) * count for rank, count in trace.activity.steps_by_rank.items()}
     groups = [(key, [kernels[number] for number in numbers]) for key, numbers in names.items()]
     groups.sort(key=lambda group: -sum(row["total_seconds"] for row in group[1]))
-    scale = Scale.for_seconds(sum(row["total_seconds"] for row in groups[0][1]) / num_parts)
+    scale = Scale.for_seconds(sum(row["total_seconds"] / num_parts[row["rank"]] for row in groups[0][1]))
     shown = [row for _, group in groups[:MAX_ROWS] for row in group]
     means = [
         sum(row["total_seconds"] for row in group) / max(sum(row["num_calls"] for row in group), 1)
@@ -154,14 +156,13 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
     rows = []
     for ((name, kind), group), mean in zip(groups, means, strict=True):
         seconds = sum(row["total_seconds"] for row in group)
-        calls = sum(row["num_calls"] for row in group)
         longest = max(group, key=lambda row: row["longest_seconds"])
         weights = [row["total_seconds"] for row in group]
         cells = [
             name,
             _name_kind(kind),
-            _format_calls(calls / num_parts),
-            scale.format(seconds / num_parts),
+            _format_calls(sum(row["num_calls"] / num_parts[row["rank"]] for row in group)),
+            scale.format(sum(row["total_seconds"] / num_parts[row["rank"]] for row in group)),
             mean_scale.format(mean),
             _format_share(seconds / total if total else 0.0),
         ]
@@ -272,7 +273,9 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
 
 def _select_calls(collectives: Collectives, row: AxisRow) -> list[CollectiveRow]:
     """Return the calls that ``row`` sums up: those of its kind over its mesh axis."""
-    return [one for one in collectives if (one["axis"], one["kind"]) == (row["axis"], row["kind"])]
+    return [
+        one for one in collectives.list_in_steps() if (one["axis"], one["kind"]) == (row["axis"], row["kind"])
+    ]
 
 
 def _compute_mean_size(collectives: Collectives, row: AxisRow) -> float | None:
@@ -285,7 +288,7 @@ def _describe_what_if(trace: Trace, collectives: Collectives, axis: str) -> str:
     text = collectives.what_if(axis).text
     steps = list_step_seconds(trace)
     gains = dict.fromkeys(steps, 0.0)
-    for row in collectives:
+    for row in collectives.list_in_steps():
         if row["axis"] == axis:
             gains[row["rank"]] += row["exposed_seconds"] / steps[row["rank"]][1]
     # A rank that the others wait for has little exposed communication, and no step is shorter than its own.
@@ -293,15 +296,17 @@ def _describe_what_if(trace: Trace, collectives: Collectives, axis: str) -> str:
     mean = sum(gains.values()) / len(gains)
     if gains[slowest] > 0.9 * mean:
         return text
+    per_step = " of a step" if has_steps(trace) else ""
     return (
-        f"{text} It is {format_seconds(mean)} of a step on average over ranks, but only "
+        f"{text} It is {format_seconds(mean)}{per_step} on average over ranks, but only "
         f"{format_seconds(gains[slowest])} on rank {slowest}, for which the others wait."
     )
 
 
 def describe_idle(trace: Trace) -> AnalysisPage:
     """Return idle time by cause and rank, most first, and the launch delays of GPU streams."""
-    idle = sorted((row for row in trace.idle() if row["seconds"] > 0), key=lambda row: -row["seconds"])
+    rows_of_idle = compute_idle(trace, in_steps=True)
+    idle = sorted((row for row in rows_of_idle if row["seconds"] > 0), key=lambda row: -row["seconds"])
     if not idle:
         return AnalysisPage(sentences=["No rank was idle during the recording."])
     counts = {rank: num_steps for rank, (_, num_steps) in list_step_seconds(trace).items()}
@@ -323,7 +328,9 @@ def describe_idle(trace: Trace) -> AnalysisPage:
     headings = (
         Heading("idle time"),
         Heading(f"{name_total(trace)}, {scale.unit}"),
-        Heading("share", "share of the rank's recording"),
+        Heading(
+            "share", "share of the rank's steps" if has_steps(trace) else "share of the rank's recording"
+        ),
         Heading(f"longest gap, {gap_scale.unit}"),
     )
     tables = [writer.write(headings, rows)]
@@ -377,7 +384,10 @@ def describe_stragglers(trace: Trace) -> AnalysisPage:
     writer = TableWriter()
     headings = [
         Heading("rank"),
-        Heading(f"late per step, {scale.unit}", "after the median of the other ranks"),
+        Heading(
+            f"late {'per step' if has_steps(trace) else 'in all'}, {scale.unit}",
+            "after the median of the other ranks",
+        ),
         Heading(
             "chance",
             "probability that one of equally fast ranks would be as late at these collectives; that of a "
@@ -471,13 +481,13 @@ def describe_modules(trace: Trace) -> AnalysisPage:
                 + describe_option("stacks")
             ]
         )
-    num_parts = len(trace.ranks) * trace.activity.num_steps
+    num_steps = trace.activity.steps_by_rank
     totals: dict[str, list[float]] = {}
     for row in modules:
         total = totals.setdefault(row["module"], [0.0, 0.0, 0.0, 0.0])
         values = (row["num_calls"], row["forward_seconds"], row["backward_seconds"], row["host_seconds"])
         for position, value in enumerate(values):
-            total[position] += value / num_parts
+            total[position] += value / num_steps[row["rank"]] / len(trace.ranks)
     ordered = sorted(totals.items(), key=lambda item: (-item[1][1] - item[1][2], -item[1][3]))
     scale = Scale.for_seconds(max(max(values[1:]) for values in totals.values()))
     work = "kernels" if has_gpu_work(trace) else "operators"

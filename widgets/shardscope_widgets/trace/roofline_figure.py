@@ -103,9 +103,9 @@ def draw_roofline(trace: Trace) -> tuple[go.Figure, str] | None:
     total = sum(point.share for point in points)
     share = sum(point.share for point in bound) / total if total else 0.0
     sentence = (
-        f"On the roofline of {gpu.name}, {share:.0%} of the time of the kernels with known FLOPs is where "
-        f"memory bounds them, below {roof.ridge:,.0f} FLOP/byte at the peak of their type. The further a "
-        "point is below the line, the more a better kernel could win."
+        f"On the roofline of {gpu.name}, {100 * share:.0f} % of the time of the kernels with known FLOPs is "
+        f"where memory bounds them, below {roof.ridge:,.0f} FLOP/byte at the peak of their type. The further "
+        "a point is below the line, the more a better kernel could win."
     )
     extent, largest = find_extent(points, [roof]), max(point.share for point in points)
     kinds = list(dict.fromkeys(point.kind for point in points))

@@ -219,7 +219,7 @@ def test_kernels_with_known_flops_are_drawn_under_the_roofline_of_a_known_gpu(
     roof, point = figure.data
     assert point.x[0] == pytest.approx(math.log10(2 * 64 * 32 * 16 / (2 * (64 * 32 + 32 * 16 + 64 * 16))))
     assert max(roof.y) == pytest.approx(math.log10(312)) and point.y[0] < max(roof.y)
-    assert any("100% of the time of the kernels" in sentence for sentence in page.sentences)
+    assert any("100 % of the time of the kernels" in sentence for sentence in page.sentences)
 
 
 def test_a_trace_is_compared_with_that_of_another_run_in_the_folder(tmp_path: Path) -> None:

@@ -304,7 +304,30 @@ class Activity:
         return self.mask_categories(frozenset({PYTHON_CATEGORY}))
 
     @cached_property
+    def steps_by_rank(self) -> dict[int, int]:
+        """Number of recorded steps of each rank; 1 without marks of steps, so that figures per step exist."""
+        return {rank.rank: max(len(rank.steps), 1) for rank in self.ranks}
+
+    @cached_property
+    def has_steps(self) -> bool:
+        """Whether steps are marked; if not, figures "per step" are those of the whole recording."""
+        return any(rank.steps for rank in self.ranks)
+
+    @cached_property
+    def is_in_steps(self) -> Mask:
+        """Mask of the slices that begin in a step of their rank; all slices of a rank without marks of steps.
+
+        A recording may begin and end in the middle of a step, which has no mark then: figures of a step leave
+        that work out.
+        """
+        mask = np.ones(len(self.trace), dtype=bool)
+        for rank in self.ranks:
+            if rank.steps:
+                start = self.trace.start_ns[rank.index]
+                mask[rank.index] = (start >= rank.steps[0].start_ns) & (start < rank.steps[-1].end_ns)
+        return mask
+
+    @property
     def num_steps(self) -> int:
-        """Number of steps that every rank with steps recorded; at least 1, so that figures per step exist."""
-        counts = [len(rank.steps) for rank in self.ranks if rank.steps]
-        return min(counts) if counts else 1
+        """Number of steps of the rank that recorded most; at least 1."""
+        return max(self.steps_by_rank.values(), default=1)

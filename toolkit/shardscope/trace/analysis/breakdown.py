@@ -155,12 +155,17 @@ def compute_overlap(trace: Trace) -> Table[OverlapRow]:
     return Table(rows, columns)
 
 
-def compute_idle(trace: Trace) -> Table[IdleRow]:
-    """Return one row per rank and cause; see :meth:`Trace.idle`."""
+def compute_idle(trace: Trace, *, in_steps: bool = False) -> Table[IdleRow]:
+    """Return one row per rank and cause; see :meth:`Trace.idle`. ``in_steps``: only of marked steps."""
     rows: list[IdleRow] = []
     for rank in trace.activity.ranks:
-        span = max(rank.end_ns - rank.start_ns, 1)
+        start_ns, end_ns = rank.start_ns, rank.end_ns
+        if in_steps and rank.steps:
+            start_ns, end_ns = rank.steps[0].start_ns, rank.steps[-1].end_ns
+        span = max(end_ns - start_ns, 1)
+        window = merge_intervals(np.array([start_ns]), np.array([end_ns]))
         for cause, gaps in find_idle(trace, rank).items():
+            gaps = intersect(gaps, window)
             lengths = gaps.end - gaps.start
             longest = int(np.argmax(lengths)) if len(lengths) else -1
             start, end = (int(gaps.start[longest]), int(gaps.end[longest])) if longest >= 0 else (0, 0)
@@ -225,8 +230,13 @@ def _find_host_bound(trace: Trace, rank: RankActivity, gaps: Intervals) -> Inter
 
 
 def _find_python_time(trace: Trace, rank: RankActivity) -> Intervals:
-    """Return the intervals of a CPU rank inside a step or another slice: idle time there is Python's."""
+    """Return the intervals of a CPU rank inside a step or another slice: idle time there is Python's.
+
+    Without marks of steps, it is all time between slices.
+    """
     activity, index = trace.activity, rank.index
+    if not rank.steps:
+        return merge_intervals(np.array([rank.start_ns]), np.array([rank.end_ns]))
     inside = ~activity.on_gpu[index]
     return merge_intervals(trace.start_ns[index][inside], activity.end_ns[index][inside])
 

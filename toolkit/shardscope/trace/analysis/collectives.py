@@ -35,6 +35,8 @@ KINDS = (
     ("gather", r"gather"),
     ("scatter", r"scatter"),
 )
+UNKNOWN_KIND = "communication"
+"""Kind of a call of which neither the name nor the arguments say what it does."""
 _ANNOTATION = re.compile(r"(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(\w+)")
 
 
@@ -99,6 +101,8 @@ class WhatIf:
     """Seconds of a step of the slowest rank now."""
     changed_seconds: float
     """Seconds of a step with the change; another rank may then be the slowest."""
+    has_steps: bool = True
+    """Whether steps are marked in the trace; if not, the seconds are those of the whole recording."""
 
     @property
     def gain_seconds(self) -> float:
@@ -114,7 +118,8 @@ class WhatIf:
             else f"With a link {self.link_speed:g} times as fast for {self.axis or 'unknown groups'}"
         )
         now, changed = format_seconds(self.seconds), format_seconds(self.changed_seconds)
-        return f"{what}, a step would take {changed} instead of {now}."
+        whole = "a step" if self.has_steps else "the recording"
+        return f"{what}, {whole} would take {changed} instead of {now}."
 
     def __str__(self) -> str:
         return self.text
@@ -132,28 +137,41 @@ class Collectives(Table[CollectiveRow]):
     def sum_by_axis(self) -> Table[AxisRow]:
         """Return the calls summed by axis and kind, per step and averaged over ranks, most exposed first."""
         sums: dict[tuple[str, str], list[CollectiveRow]] = defaultdict(list)
-        for row in self:
+        for row in self.list_in_steps():
             sums[row["axis"], row["kind"]].append(row)
-        scale = 1 / (self._trace.activity.num_steps * max(len({row["rank"] for row in self}), 1))
+        # Ranks may have recorded different numbers of steps.
+        num_steps, num_ranks = self._trace.activity.steps_by_rank, len({row["rank"] for row in self})
+
+        def compute_mean(calls: list[CollectiveRow], values: list[float | None]) -> float | None:
+            by_rank: dict[int, float] = {}
+            for call, value in zip(calls, values, strict=True):
+                if value is not None:
+                    by_rank[call["rank"]] = by_rank.get(call["rank"], 0.0) + value
+            means = [seconds / num_steps[rank] for rank, seconds in by_rank.items()]
+            return sum(means) / num_ranks if means else None
+
         rows: list[AxisRow] = []
         for (axis, kind), calls in sums.items():
-            skews = [row["skew_seconds"] for row in calls if row["skew_seconds"] is not None]
-            transfers = [row["transfer_seconds"] for row in calls if row["transfer_seconds"] is not None]
             bandwidths = [row["bus_bandwidth"] for row in calls if row["bus_bandwidth"] is not None]
             rows.append(
                 {
                     "axis": axis,
                     "kind": kind,
-                    "num_calls": len(calls) * scale,
-                    "seconds": sum(row["seconds"] for row in calls) * scale,
-                    "skew_seconds": sum(skews) * scale if skews else None,
-                    "transfer_seconds": sum(transfers) * scale if transfers else None,
-                    "exposed_seconds": sum(row["exposed_seconds"] for row in calls) * scale,
+                    "num_calls": compute_mean(calls, [1.0] * len(calls)) or 0.0,
+                    "seconds": compute_mean(calls, [row["seconds"] for row in calls]) or 0.0,
+                    "skew_seconds": compute_mean(calls, [row["skew_seconds"] for row in calls]),
+                    "transfer_seconds": compute_mean(calls, [row["transfer_seconds"] for row in calls]),
+                    "exposed_seconds": compute_mean(calls, [row["exposed_seconds"] for row in calls]) or 0.0,
                     "bus_bandwidth": float(np.median(bandwidths)) if bandwidths else None,
                 }
             )
         rows.sort(key=lambda row: -row["exposed_seconds"])
         return Table(rows, tuple(get_type_hints(AxisRow)))
+
+    def list_in_steps(self) -> list[CollectiveRow]:
+        """Return the calls inside of marked steps; all calls of ranks without marks."""
+        is_in_steps = self._trace.activity.is_in_steps[self.slices].tolist()
+        return [row for row, is_inside in zip(self, is_in_steps, strict=True) if is_inside]
 
     def what_if(self, axis: str, link_speed: float = float("inf")) -> WhatIf:
         """Return the step's seconds if the axis's links were ``link_speed`` times as fast.
@@ -172,7 +190,7 @@ class Collectives(Table[CollectiveRow]):
                 f"what_if link_speed {link_speed} is not positive. Fix: 2.0 for twice the speed."
             )
         gains: dict[int, float] = defaultdict(float)
-        for row in self:
+        for row in self.list_in_steps():
             if row["axis"] != axis:
                 continue
             transfer = row["seconds"] if row["transfer_seconds"] is None else row["transfer_seconds"]
@@ -186,6 +204,7 @@ class Collectives(Table[CollectiveRow]):
             link_speed=link_speed,
             seconds=measure_step(self._trace),
             changed_seconds=max(seconds - gains[rank] / count for rank, (seconds, count) in steps.items()),
+            has_steps=self._trace.activity.has_steps,
         )
 
 
@@ -277,12 +296,33 @@ def find_bus_factor(kind: str, num_ranks: int) -> float | None:
 
 
 def name_kind(text: str) -> str:
-    """Return the kind of collective in a name of a kernel, an argument or an annotation."""
+    """Return the kind of collective in a name of a kernel, an argument or an annotation.
+
+    :data:`UNKNOWN_KIND` if it says none, as RCCL's ``ncclDevKernel_Generic``.
+    """
     lowered = text.lower().replace("_coalesced", "")
     for kind, pattern in KINDS:
         if re.search(pattern, lowered):
             return kind
-    return "other"
+    return UNKNOWN_KIND
+
+
+def find_call_kinds(trace: Trace, index: Int64s) -> list[str]:
+    """Return the kind of collective of each slice of communication.
+
+    The name decides where it is clear. NCCL's ``SendRecv`` kernel does all-to-alls, too, and RCCL has one
+    kernel for all: there the arguments decide, or the operators around the launch.
+    """
+    kinds = [name_kind(trace.names[name]) for name in trace.name_index[index].tolist()]
+    unclear = [position for position, kind in enumerate(kinds) if kind in (UNKNOWN_KIND, "send_recv")]
+    arguments = decode_arguments(trace.arguments, index[unclear], CollectiveArgs)
+    for position, args in zip(unclear, arguments, strict=True):
+        annotation = ""
+        if not args.collective:
+            args, annotation, _ = _read_operators_around(trace, int(index[position]))
+        if args.collective or annotation:
+            kinds[position] = name_kind(args.collective or annotation)
+    return kinds
 
 
 def _list_calls(trace: Trace, finder: GroupFinder) -> list[_Call]:
@@ -480,9 +520,9 @@ def _measure_exposed(trace: Trace, index: list[int]) -> Int64s:
 
 
 def list_durations(collectives: Collectives) -> CallDurations:
-    """Return the durations of each call that several ranks recorded."""
+    """Return the durations of each call that several ranks recorded in their steps."""
     durations: CallDurations = defaultdict(dict)
-    for row in collectives:
+    for row in collectives.list_in_steps():
         if row["call"] >= 0:
             durations[row["call"]][row["rank"]] = round(row["seconds"] * 1e9)
-    return durations
+    return {call: of_ranks for call, of_ranks in durations.items() if len(of_ranks) > 1}

@@ -71,7 +71,7 @@ def compare_traces(trace: Trace, other: Trace) -> Diff:
         if here or there
     ]
     rows.sort(key=lambda row: (-abs(row["difference_seconds"]), row["name"]))
-    return Diff(rows, _describe_differences(rows, measure_step(trace), measure_step(other)))
+    return Diff(rows, _describe_differences(rows, trace, other))
 
 
 def list_windows(trace: Trace) -> dict[int, tuple[int, int, int]]:
@@ -123,15 +123,24 @@ def _sum_idle(trace: Trace) -> dict[str, float]:
     return dict(idle)
 
 
-def _describe_differences(rows: list[DiffRow], seconds: float, other_seconds: float) -> str:
+def _describe_differences(rows: list[DiffRow], trace: Trace, other: Trace) -> str:
+    seconds, other_seconds = measure_step(trace), measure_step(other)
     here, there = format_seconds(seconds), format_seconds(other_seconds)
     change = f", {100 * (other_seconds / seconds - 1):+.0f} %" if seconds else ""
-    text = f"A step takes {here} here and {there} in the other trace{change}."
+    # Without marks of steps the seconds are those of the whole recording.
+    wholes = ["step" if one.activity.has_steps else "recording" for one in (trace, other)]
+    text = f"A {wholes[0]} takes {here} here and {there} in the other trace{change}."
+    if wholes[0] != wholes[1]:
+        text = (
+            f"A {wholes[0]} takes {here} here, and a {wholes[1]} {there} in the other trace: steps are "
+            "marked in one of them only."
+        )
     named = [row for row in rows[:NUM_NAMED] if abs(row["difference_seconds"]) >= MIN_SHARE * seconds]
     if not named:
-        return f"{text} No kernel, collective or gap differs by more than 1 % of the step."
+        return f"{text} No kernel, collective or gap differs by more than 1 % of the {wholes[0]}."
     parts = [
-        f"{row['name'][:60]} ({row['kind']}) {format_seconds(abs(row['difference_seconds']))} "
+        f"{row['name'][:60]} ({row['kind'].replace('_', '-')}) "
+        f"{format_seconds(abs(row['difference_seconds']))} "
         f"{'more' if row['difference_seconds'] > 0 else 'less'}"
         for row in named
     ]

@@ -14,7 +14,7 @@ import numpy as np
 from shardscope.catalog import gpus, load_table
 from shardscope.trace.analysis.activity import Activity
 from shardscope.trace.analysis.collectives import KINDS as COLLECTIVE_KINDS
-from shardscope.trace.analysis.collectives import name_kind
+from shardscope.trace.analysis.collectives import UNKNOWN_KIND, find_call_kinds
 from shardscope.trace.analysis.intervals import Int64s
 from shardscope.trace.analysis.operator_costs import COUNTED_OPERATORS, Cost, count_cost
 from shardscope.trace.arguments import ShapeArgs, decode_arguments
@@ -202,7 +202,6 @@ def find_kinds(trace: Trace) -> npt.NDArray[np.int32]:
     numbers = {kind: number for number, kind in enumerate(kinds)}
     of_kernel = np.array([numbers[_match_kind(KERNEL_KINDS, name)] for name in trace.names], np.int32)
     of_operator = np.array([numbers[_match_kind(OPERATOR_KINDS, name)] for name in trace.names], np.int32)
-    of_collective = np.array([numbers[name_kind(name)] for name in trace.names], np.int32)
     kind_index = np.full(len(trace), -1, np.int32)
     if not len(trace):
         return kind_index
@@ -223,15 +222,15 @@ def find_kinds(trace: Trace) -> npt.NDArray[np.int32]:
         origin = np.where(activity.on_gpu[works], activity.launches[works], works)
         inside = (origin >= 0) & (activity.find_around(np.maximum(origin, 0), is_step) >= 0)
         kind_index[works[inside]] = numbers["optimizer"]
-    is_collective = activity.is_communication
-    kind_index[is_collective] = of_collective[names[is_collective]]
+    collectives = np.flatnonzero(activity.is_communication)
+    kind_index[collectives] = [numbers[kind] for kind in find_call_kinds(trace, collectives)]
     return kind_index
 
 
 def list_kinds() -> list[str]:
     """Return all classes; :func:`find_kinds` gives indices into this list."""
     kinds = [kind for kind, _ in (*KERNEL_KINDS, *OPERATOR_KINDS)]
-    return list(dict.fromkeys([*kinds, *(kind for kind, _ in COLLECTIVE_KINDS), "other"]))
+    return list(dict.fromkeys([*kinds, *(kind for kind, _ in COLLECTIVE_KINDS), UNKNOWN_KIND, "other"]))
 
 
 def _match_kind(patterns: tuple[tuple[str, str], ...], name: str) -> str:
@@ -256,12 +255,12 @@ def measure_work_ns(trace: Trace) -> Int64s:
     return work
 
 
-def find_kernels(trace: Trace) -> Kernels:
-    """Return one row per rank and kernel; see :meth:`Trace.kernels`."""
+def find_kernels(trace: Trace, *, in_steps: bool = False) -> Kernels:
+    """Return one row per rank and kernel; see :meth:`Trace.kernels`. ``in_steps``: only of marked steps."""
     activity = trace.activity
     kinds, kind_names = find_kinds(trace), list_kinds()
     work = measure_work_ns(trace)
-    index = np.flatnonzero(kinds >= 0)
+    index = np.flatnonzero((kinds >= 0) & activity.is_in_steps if in_steps else kinds >= 0)
     flops, moved, precisions = _count_costs(trace, activity, index, kinds, kind_names)
     occupancy = np.asarray(activity.work_args["occupancy"], np.float64)[index]
     blocks = np.asarray(activity.work_args["blocks_per_sm"], np.float64)[index]

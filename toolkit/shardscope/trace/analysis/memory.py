@@ -18,8 +18,8 @@ Floats: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
 
 MAX_POINTS = 2_000
 """Maximum points of one device; of more records, the highest of each equal part of the time is kept."""
-_DEVICES = {0: "cpu", 1: "cuda", 20: "hip"}
-"""Names of device types, from c10/core/DeviceType.h."""
+_DEVICES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}
+"""Names of device types (torch/headeronly/core/DeviceType.h). Builds for ROCm have GPUs as "cuda", too."""
 
 
 class MemoryRow(TypedDict):

@@ -78,7 +78,7 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
         p_value = None if p_values is None else float(p_values[number])
         is_late = p_value is not None and p_value <= SIGNIFICANCE and late_seconds >= MIN_SHARE * seconds
         rows.append({"rank": rank, "late_seconds": late_seconds, "p_value": p_value, "is_straggler": is_late})
-    return Stragglers(rows, _describe_stragglers(rows, len(durations), steps))
+    return Stragglers(rows, _describe_stragglers(rows, len(durations), steps, trace.activity.has_steps))
 
 
 def _compute_delays(durations: Ints) -> Floats:
@@ -132,7 +132,7 @@ def _approximate_p_values(members: list[Ints], delays: list[Floats], late: Float
 
 
 def _describe_stragglers(
-    rows: list[StragglerRow], num_calls: int, steps: dict[int, tuple[float, int]]
+    rows: list[StragglerRow], num_calls: int, steps: dict[int, tuple[float, int]], has_steps: bool
 ) -> str:
     if not num_calls:
         return (
@@ -145,27 +145,29 @@ def _describe_stragglers(
     stragglers = [row for row in latest_first if row["is_straggler"]]
     if stragglers:
         parts = [
-            f"{_describe_delay(row, steps)}, by chance: {format_chance(row['p_value'])})"
+            f"{_describe_delay(row, steps, has_steps)}, by chance: {format_chance(row['p_value'])})"
             for row in stragglers
         ]
         return f"Stragglers: {', '.join(parts)}."
     latest = latest_first[0]
     if latest["late_seconds"] < MIN_SHARE * steps[latest["rank"]][0]:
-        return f"Stragglers: none. At {calls} no rank is later than the others by 1 % of the step."
+        whole = "step" if has_steps else "recording"
+        return f"Stragglers: none. At {calls} no rank is later than the others by 1 % of the {whole}."
     chance = format_chance(latest["p_value"])
     return (
-        f"Stragglers: none that is certain. {_describe_delay(latest, steps).capitalize()}), but at {calls} "
-        f"one of equally fast ranks would be as late by chance in {chance} of recordings. Record more steps "
-        "to be sure."
+        f"Stragglers: none that is certain. {_describe_delay(latest, steps, has_steps).capitalize()}), but "
+        f"at {calls} one of equally fast ranks would be as late by chance in {chance} of recordings. Record "
+        "more steps to be sure."
     )
 
 
-def _describe_delay(row: StragglerRow, steps: dict[int, tuple[float, int]]) -> str:
+def _describe_delay(row: StragglerRow, steps: dict[int, tuple[float, int]], has_steps: bool) -> str:
     """Return a rank's delay, with a bracket that is left open."""
     share = 100 * row["late_seconds"] / steps[row["rank"]][0]
+    per_step, whole = ("a step", "step") if has_steps else ("in all", "recording")
     return (
-        f"rank {row['rank']} arrives {format_seconds(row['late_seconds'])} a step after the others "
-        f"({share:.0f} % of the step"
+        f"rank {row['rank']} arrives {format_seconds(row['late_seconds'])} {per_step} after the others "
+        f"({share:.0f} % of the {whole}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -20,10 +20,10 @@ from shardscope.trace.analysis.breakdown import (
     BreakdownRow,
     IdleRow,
     StepRow,
+    compute_idle,
 )
-from shardscope.trace.analysis.collectives import CollectiveRow, Collectives, measure_step
-from shardscope.trace.analysis.diff import list_windows
-from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels
+from shardscope.trace.analysis.collectives import UNKNOWN_KIND, CollectiveRow, Collectives, measure_step
+from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels, find_kernels
 from shardscope.trace.analysis.stragglers import find_stragglers
 from shardscope.trace.analysis.suggestions import Topic, suggest_change
 from shardscope.trace.nesting import compute_union_ns
@@ -42,6 +42,8 @@ SHOWN_RANKS = 32
 MAX_NAME_CHARACTERS = 120
 MIN_SHARE = 0.02
 """Minimum share of a step for a sentence of its own."""
+MAX_OUTLIERS = 3
+"""Number of slow steps with a sentence, the slowest."""
 MAX_CAUSES = 5
 """Number of causes with a sentence, most time first."""
 
@@ -261,7 +263,7 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     yield Sentence(text=_describe_shares(trace, steps))
     if not step_seconds:
         return  # no recorded slice has any length
-    collectives, kernels = trace.collectives(), trace.kernels()
+    collectives, kernels = trace.collectives(), find_kernels(trace, in_steps=True)
     causes = [
         *_find_exposed_communication(trace, collectives, step_seconds),
         *_find_idle(trace, step_seconds),
@@ -274,9 +276,7 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     suggested: set[str] = set()
     for cause in causes[:MAX_CAUSES]:
         yield _add_suggestion(plan, cause, suggested)
-    for row in steps:
-        if row["is_outlier"]:
-            yield _describe_outlier(steps, row)
+    yield from _describe_outliers(steps)
     if len(trace.ranks) > 1:
         yield Sentence(text=find_stragglers(trace, collectives).text)
     if plan is not None:
@@ -301,11 +301,12 @@ def _describe_slices(trace: Trace) -> str:
 
 def _describe_size(trace: Trace) -> str:
     num_ranks, recorded = _count_ranks(trace), _describe_slices(trace)
-    counts = {count for _, _, count in list_windows(trace).values()} if len(trace) else set()
-    if not any(rank.steps for rank in trace.activity.ranks):
+    counts = [len(rank.steps) for rank in trace.activity.ranks if rank.steps]
+    if not counts:
         return f"{num_ranks}, {recorded}, without marks of steps."
-    num_steps = min(counts)
-    steps = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
+    steps = _format_count(max(counts), "step")
+    if min(counts) < max(counts):
+        steps = f"{min(counts):,} to {steps}"
     return f"{num_ranks}, {steps} of {format_seconds(measure_step(trace))}; {recorded}."
 
 
@@ -353,24 +354,27 @@ def _format_range(low: float, high: float) -> str:
     return f"{low:.0f}" if f"{low:.0f}" == f"{high:.0f}" else f"{low:.0f} to {high:.0f}"
 
 
-def _format_share(seconds: float, step_seconds: float) -> str:
-    return f"{format_seconds(seconds)} ({100 * seconds / step_seconds:.0f} %)"
+def _format_share(trace: Trace, seconds: float, step_seconds: float) -> str:
+    """Return seconds with their share of a step, or of the recording if no steps are marked."""
+    whole = "a step" if trace.activity.has_steps else "the recording"
+    return f"{format_seconds(seconds)} ({100 * seconds / step_seconds:.0f} %) of {whole}"
 
 
 def _find_exposed_communication(
     trace: Trace, collectives: Collectives, step_seconds: float
 ) -> Iterator[_Cause]:
     """Yield the exposed communication of each axis and kind that takes 2 % of a step."""
+    in_steps = collectives.list_in_steps()
     for row in collectives.sum_by_axis():
         if row["exposed_seconds"] < MIN_SHARE * step_seconds:
             continue
-        calls = [call for call in collectives if (call["axis"], call["kind"]) == (row["axis"], row["kind"])]
+        calls = [call for call in in_steps if (call["axis"], call["kind"]) == (row["axis"], row["kind"])]
         longest = max(calls, key=lambda call: call["exposed_seconds"])
         name = row["kind"].replace("_", "-")
         of_axis = f" of {row['axis']}" if row["axis"] else ""
         text = (
-            f"Exposed {name}{of_axis}: {_format_share(row['exposed_seconds'], step_seconds)} of a step"
-            f"{_describe_ranks(calls, trace.activity.num_steps)}, in "
+            f"Exposed {name}{of_axis}: {_format_share(trace, row['exposed_seconds'], step_seconds)}"
+            f"{_describe_ranks(calls, trace.activity.steps_by_rank)}, in "
             f"{_format_count(row['num_calls'], 'call')}{_describe_bytes(calls)}"
         )
         if row["skew_seconds"] is not None and row["seconds"]:
@@ -388,11 +392,12 @@ def _find_exposed_communication(
         }
 
 
-def _describe_ranks(calls: list[CollectiveRow], num_steps: int) -> str:
+def _describe_ranks(calls: list[CollectiveRow], num_steps: Mapping[int, int]) -> str:
     """Return the range over ranks of a step's exposed seconds; empty if their mean says the same."""
     by_rank: dict[int, float] = {}
     for call in calls:
-        by_rank[call["rank"]] = by_rank.get(call["rank"], 0.0) + call["exposed_seconds"] / num_steps
+        seconds = call["exposed_seconds"] / num_steps[call["rank"]]
+        by_rank[call["rank"]] = by_rank.get(call["rank"], 0.0) + seconds
     low, high = min(by_rank.values()), max(by_rank.values())
     if high < 1.1 * low:
         return ""
@@ -429,9 +434,9 @@ _IDLE_TEXTS = {
 
 def _find_idle(trace: Trace, step_seconds: float) -> Iterator[_Cause]:
     """Yield the causes of idle time, averaged over ranks."""
-    counts = {rank: count for rank, (_, _, count) in list_windows(trace).items()}
+    counts = trace.activity.steps_by_rank
     on_gpu = any(rank.on_gpu for rank in trace.activity.ranks)
-    rows = trace.idle()
+    rows = compute_idle(trace, in_steps=True)
     for cause, reason in _IDLE_TEXTS.items():
         cause_rows = [row for row in rows if row["cause"] == cause]
         seconds = sum(row["seconds"] / counts[row["rank"]] for row in cause_rows) / max(len(cause_rows), 1)
@@ -440,16 +445,16 @@ def _find_idle(trace: Trace, step_seconds: float) -> Iterator[_Cause]:
         longest = max(cause_rows, key=lambda row: row["end_seconds"] - row["start_seconds"])
         gap = format_seconds(longest["end_seconds"] - longest["start_seconds"])
         if on_gpu:
-            text = f"The GPU idles {_format_share(seconds, step_seconds)} of a step because {reason}"
+            text = f"The GPU idles {_format_share(trace, seconds, step_seconds)} because {reason}"
         elif cause == OTHER:
             continue  # before and after the first and last operator
         elif cause == HOST_BOUND:
             text = (
-                f"Between operators (Python, dispatch): {_format_share(seconds, step_seconds)} of a step on "
-                "CPU ranks"
+                f"Between operators (Python, dispatch): {_format_share(trace, seconds, step_seconds)} on CPU "
+                "ranks"
             )
         else:
-            text = f"CPU ranks idle {_format_share(seconds, step_seconds)} of a step because {reason}"
+            text = f"CPU ranks idle {_format_share(trace, seconds, step_seconds)} because {reason}"
         yield {
             "seconds": seconds,
             "text": f"{text}; the longest gap is {gap} on rank {longest['rank']}.",
@@ -464,12 +469,12 @@ def _locate_gap(row: IdleRow) -> tuple[int, str, float, float]:
 
 def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterator[_Cause]:
     """Yield the class of kernels that takes most of the compute, and matmuls without tensor cores."""
-    num_steps = trace.activity.num_steps
-    scale = 1 / (num_steps * len(trace.ranks))
+    num_steps = trace.activity.steps_by_rank
     compute: dict[str, float] = {}
     for row in kernels:
         if row["kind"] not in _NO_COMPUTE:
-            compute[row["kind"]] = compute.get(row["kind"], 0.0) + row["total_seconds"] * scale
+            seconds = row["total_seconds"] / num_steps[row["rank"]] / len(trace.ranks)
+            compute[row["kind"]] = compute.get(row["kind"], 0.0) + seconds
     total = sum(compute.values())
     if not total:
         return
@@ -478,10 +483,11 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
         kind_rows = [row for row in kernels if row["kind"] == kind]
         top = max(kind_rows, key=lambda row: row["total_seconds"])
         title = "Unclassified" if kind == "other" else kind.capitalize()
+        calls = _format_count(top["num_calls"] / num_steps[top["rank"]], "call")
+        per_step = " a step" if trace.activity.has_steps else ""
         text = (
-            f"{title} {what} take most compute, {_format_share(compute[kind], step_seconds)} of a step; "
-            f"first {top['name'][:60]}, {_format_count(top['num_calls'] / num_steps, 'call')} a step of "
-            f"{format_seconds(top['mean_seconds'])} each"
+            f"{title} {what} take most compute, {_format_share(trace, compute[kind], step_seconds)}; first "
+            f"{top['name'][:60]}, {calls}{per_step} of {format_seconds(top['mean_seconds'])} each"
         )
         if top["tflops"] is not None and top["peak_share"] is not None:
             text += f" at {top['tflops']:.3g} TFLOP/s, {100 * top['peak_share']:.0f} % of the GPU's peak"
@@ -504,10 +510,11 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
             (row for row in kernels if row["uses_tensor_cores"] is False),
             key=lambda row: row["total_seconds"],
         )
+        part = "None" if share < 0.005 else f"Only {100 * share:.0f} %"
         yield {
             "seconds": matrices * (1 - share),
-            "text": f"Only {100 * share:.0f} % of the time of matmuls, convolutions and attention is on "
-            f"tensor cores: {_format_share(matrices * (1 - share), step_seconds)} of a step is not.",
+            "text": f"{part} of the time of matmuls, convolutions and attention is on tensor cores: "
+            f"{_format_share(trace, matrices * (1 - share), step_seconds)} is not.",
             "interval": _locate_kernel(slow),
             "topics": ("precision",),
         }
@@ -519,16 +526,17 @@ def _locate_kernel(row: KernelRow) -> tuple[int, str, float, float]:
 
 _NO_COMPUTE = frozenset(
     {"copy", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "barrier",
-     "reduce", "gather", "scatter"}
+     "reduce", "gather", "scatter", UNKNOWN_KIND}
 )  # fmt: skip
 """Classes of :meth:`Trace.kernels` that compute nothing."""
 
 
 def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterator[_Cause]:
     """Yield exposed copies, if they take 2 % of a step."""
-    rows = trace.breakdown()
-    counts = {rank: count for rank, (_, _, count) in list_windows(trace).items()}
-    seconds = sum(row["copy_seconds"] / counts[row["rank"]] for row in rows) / len(rows)
+    num_steps = trace.activity.steps_by_rank
+    unmarked = {rank.rank for rank in trace.activity.ranks if not rank.steps}
+    rows = [*trace.steps(), *(row for row in trace.breakdown() if row["rank"] in unmarked)]
+    seconds = sum(row["copy_seconds"] / num_steps[row["rank"]] for row in rows) / len(trace.ranks)
     copies = [row for row in kernels if row["kind"] == "copy" and row["bytes_per_second"] is not None]
     if seconds < MIN_SHARE * step_seconds or not copies:
         return
@@ -536,7 +544,7 @@ def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterato
     rate = (top["bytes_per_second"] or 0.0) / 1e9
     yield {
         "seconds": seconds,
-        "text": f"Exposed copies: {_format_share(seconds, step_seconds)} of a step; first "
+        "text": f"Exposed copies: {_format_share(trace, seconds, step_seconds)}; first "
         f"{top['name'][:60]} at {rate:.3g} GB/s.",
         "interval": _locate_kernel(top),
         "topics": ("copies",),
@@ -568,17 +576,46 @@ def _add_suggestion(plan: Plan | None, cause: _Cause, suggested: set[str]) -> Se
     )
 
 
-def _describe_outlier(steps: Table[StepRow], row: StepRow) -> Sentence:
+def _describe_outliers(steps: Table[StepRow]) -> Iterator[Sentence]:
+    """Yield one sentence about each slow step of any rank; of many, the slowest and how many there are."""
+    usual = {rank: _find_median(steps, rank, "span_seconds") for rank in {row["rank"] for row in steps}}
+    of_step: dict[int, list[StepRow]] = {}
+    for row in steps:
+        if row["is_outlier"]:
+            of_step.setdefault(row["step"], []).append(row)
+    worst = {
+        number: max(rows, key=lambda row: row["span_seconds"] - usual[row["rank"]])
+        for number, rows in of_step.items()
+    }
+    slowest = sorted(worst, key=lambda number: usual[worst[number]["rank"]] - worst[number]["span_seconds"])
+    for number in sorted(slowest[:MAX_OUTLIERS]):
+        yield _describe_outlier(steps, worst[number], len(of_step[number]))
+    others = len(slowest) - MAX_OUTLIERS
+    if others > 0:
+        yield Sentence(text=f"{_format_count(others, 'more step')} took much longer than the median.")
+
+
+def _find_median(
+    steps: Table[StepRow],
+    rank: int,
+    key: Literal[
+        "span_seconds", "compute_seconds", "exposed_communication_seconds", "copy_seconds", "idle_seconds"
+    ],
+) -> float:
+    return float(np.median([row[key] for row in steps if row["rank"] == rank]))
+
+
+def _describe_outlier(steps: Table[StepRow], row: StepRow, num_ranks: int) -> Sentence:
     """Return a sentence about a slow step: the part that grew most over its rank's median step."""
-    others = [one for one in steps if one["rank"] == row["rank"]]
-    usual = float(np.median([one["span_seconds"] for one in others]))
+    usual = _find_median(steps, row["rank"], "span_seconds")
     title, more = max(
-        ((title, row[key] - float(np.median([one[key] for one in others]))) for title, key in _SHARES),
+        ((title, row[key] - _find_median(steps, row["rank"], key)) for title, key in _SHARES),
         key=lambda pair: pair[1],
     )
+    others = f"; it was slow on {_format_count(num_ranks - 1, 'other rank')}, too" if num_ranks > 1 else ""
     return Sentence(
         text=f"Step {row['step']} of rank {row['rank']} took {format_seconds(row['span_seconds'])}, the "
-        f"median is {format_seconds(usual)}: {format_seconds(max(more, 0.0))} more {title}.",
+        f"median is {format_seconds(usual)}: {format_seconds(max(more, 0.0))} more {title}{others}.",
         rank=row["rank"],
         start_seconds=row["start_seconds"],
         end_seconds=row["start_seconds"] + row["span_seconds"],
