@@ -66,15 +66,16 @@ def test_the_rest_is_ordered_by_speed(ranking: Ranking) -> None:
 
 
 def test_pipeline_chunks_that_gain_less_than_the_error_are_not_first() -> None:
-    """The fastest has 17 chunks a stage, 0.7 % before 8, and 0.3 GiB left of a card."""
+    """Of two stages 17 chunks gain less than a percent over 8, and leave less of each GPU's memory."""
     found = ss.search(MODEL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ["megatron"])
-    by_chunks = {
-        vpp: found.step_seconds[found.is_feasible & (found.column("pp") == 2) & (found.column("vpp") == vpp)]
-        for vpp in (8, 17)
-    }
-    assert by_chunks[17].min() < by_chunks[8].min() < AS_FAST * by_chunks[17].min()
+    fastest: dict[int, int] = {}
+    for vpp in (8, 17):
+        rows = np.flatnonzero(found.is_feasible & (found.column("pp") == 2) & (found.column("vpp") == vpp))
+        fastest[vpp] = rows[found.step_seconds[rows].argmin()]
+    seconds = {vpp: found.step_seconds[row] for vpp, row in fastest.items()}
+    assert seconds[17] < seconds[8] < AS_FAST * seconds[17]
     assert found.column("vpp")[found.order[0]] <= 8
-    assert found.headroom_bytes[found.order[0]] > 2**30
+    assert found.headroom_bytes[found.order[0]] > found.headroom_bytes[fastest[17]]
 
 
 def test_plans_that_need_memory_of_unknown_size_come_last(ranking_of_unknown_hosts: Ranking) -> None:

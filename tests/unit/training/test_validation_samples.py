@@ -136,6 +136,7 @@ def test_a_run_of_an_older_version_resumes_with_its_text(
 def test_prompts_of_the_data_end_before_the_last_answer_and_long_or_malformed_rows_have_none() -> None:
     class Tokenizer:
         chat_template = None
+        bos_token_id = None
 
         def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
             return {"input_ids": [ord(letter) for letter in text]}
