@@ -447,11 +447,13 @@ class Supervisor:
 
     def set_status(self, status: Status, reason: str, **more: object) -> None:
         """Record a status of the run."""
-        folder: RunFolder | None = self.folder
-        if self._has_left_path():
-            folder = self._find_moved_folder()
+        folder = self.folder
+        if self.peers is None:
+            # Through the descriptor, which follows the folder: it may be moved at any moment, and another run
+            # may be at its old path.
+            folder = RunFolder(f"/proc/self/fd/{self._open_folder}", self.folder.fixed_attempt)
         try:
-            if folder is None:
+            if self.peers is not None and self._has_left_path():
                 raise FileNotFoundError(f"{self.folder.path} is gone")
             folder.set_status(status, reason, **more)
         except OSError as error:  # A full disk must not prevent us from ending the ranks.
