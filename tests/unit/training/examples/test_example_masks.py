@@ -428,7 +428,7 @@ def test_a_conversation_without_answers_to_learn_is_refused(messages: list[Any],
 def test_keys_of_a_message_without_a_value_are_ignored() -> None:
     """Files in which only some messages have them are read with null in all others."""
     unused = {"tool_calls": None, "weight": None, "name": "Ishmael"}
-    talk = [{**TALK[0], **unused}, {**TALK[1], **unused, "weight": 1, "tool_calls": []}]
+    talk = [{**TALK[0], **unused, "weight": 0}, {**TALK[1], **unused, "weight": 1, "tool_calls": []}]
     row = {"messages": talk, "tools": None}
     assert read_example(recognize_format("data", list(row)), row).messages == tuple(TALK[:2])
 

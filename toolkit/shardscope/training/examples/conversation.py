@@ -42,6 +42,14 @@ def list_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [start] if isinstance(start, int) and ids[:1] == [start] else []
 
 
+def add_start_ids(start_ids: list[int], ids: list[int]) -> list[int]:
+    """Return ``ids`` after the start token, unless they begin with it.
+
+    Texts that a template has rendered before may hold the token as text.
+    """
+    return ids if ids[:1] == start_ids else start_ids + ids
+
+
 def encode_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
 ) -> list[int]:
@@ -64,7 +72,7 @@ def encode_conversation(
     ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise ValueError("the text has no tokens. Nearest fix: a longer text")
-    return start + ids
+    return add_start_ids(start, ids)
 
 
 def encode_prompts(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from shardscope.training.examples.conversation import find_template, list_start_ids
+from shardscope.training.examples.conversation import add_start_ids, find_template, list_start_ids
 from shardscope.training.examples.formats import Example, ExampleError, Message
 
 if TYPE_CHECKING:
@@ -176,7 +176,8 @@ class Encoder:
                 "a chat_template.jinja in the weights folder, or rows of one prompt and one completion",
             )
         prompt, completion = (self._encode_text(message["content"]) for message in messages)
-        prompt, completion = self._start_ids + prompt, completion + self._list_end_ids()
+        prompt = add_start_ids(self._start_ids, prompt)
+        completion = completion + self._list_end_ids()
         learns_prompt = self._loss_on == "all"
         return Encoded(
             ids=prompt + completion, bears_loss=[learns_prompt] * len(prompt) + [True] * len(completion)
@@ -184,10 +185,7 @@ class Encoder:
 
     def _encode_plain(self, text: str) -> list[int]:
         """Return the tokens of a text outside of a chat template, between its start and end tokens."""
-        ids = self._encode_text(text)
-        # Rows that a template has rendered before may begin with the token as text.
-        start = [] if ids[:1] == self._start_ids else self._start_ids
-        return start + ids + self._list_end_ids()
+        return add_start_ids(self._start_ids, self._encode_text(text)) + self._list_end_ids()
 
     def _encode_text(self, text: str) -> list[int]:
         encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)

@@ -198,7 +198,9 @@ def read_example(format: Format, row: Row) -> Example:
     system = _read_system(row)
     if format.name == "messages":
         if row.get(TOOLS) not in (None, "", "[]", []):
-            raise ValueError(f"{TOOLS} is not read; write the definitions into the system message")
+            raise ValueError(
+                f"{TOOLS} is not read; write the definitions into the system message, and remove {TOOLS}"
+            )
         messages = _read_list(row[columns["messages"]], columns["messages"])
         return Example(messages=_check_turns(_add_system(system, messages)))
     if format.name == "preference":
@@ -300,8 +302,11 @@ def _read_message(message: object, where: str) -> Message:
         raise ValueError(f"{where} has the role {role!r}, which is none of {known}")
     for key in UNREAD_KEYS:
         if message.get(key):
-            raise ValueError(f"{where} has {key}, which is not read; write it into the content as text")
-    if message.get("weight") == 0:  # In OpenAI's format it leaves the answer out of the loss.
+            raise ValueError(
+                f"{where} has {key}, which is not read; write it into the content as text, and remove it"
+            )
+    # In OpenAI's format it leaves the answer out of the loss; other turns bear none anyway.
+    if message.get("weight") == 0 and ROLE_NAMES[role.lower()] == "assistant":
         raise ValueError(
             f"{where} has the weight 0, which is not read; loss_on='last' leaves out earlier turns"
         )
