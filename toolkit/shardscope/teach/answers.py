@@ -18,7 +18,7 @@ from shardscope.core.serialization import replace_fields
 
 
 class Judgement(NamedTuple):
-    """Whether one answer is right, and what to tell the learner about it."""
+    """Verdict on one answer, with the feedback for the learner."""
 
     correct: bool
     text: str
@@ -28,7 +28,7 @@ class Judgement(NamedTuple):
 
 
 class Expected(Protocol):
-    """What an exercise expects: it judges an answer and has an example of the right kind."""
+    """Correct answer of an exercise: judges answers, and has an example of the right kind."""
 
     def judge(self, answer: object) -> Judgement:
         """Judge one answer; no answer raises."""

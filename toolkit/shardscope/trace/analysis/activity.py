@@ -310,7 +310,7 @@ class Activity:
 
     @cached_property
     def has_steps(self) -> bool:
-        """Whether steps are marked; if not, figures "per step" are those of the whole recording."""
+        """Return whether steps are marked; if not, figures "per step" are those of the whole recording."""
         return any(rank.steps for rank in self.ranks)
 
     @cached_property

@@ -22,7 +22,7 @@ SUBMIT_PATIENCE_SECONDS = 400.0
 
 
 class State(NamedTuple):
-    """What the coordinator knows, in ``ray/state.json``."""
+    """State of a Ray run as its coordinator writes it to ``ray/state.json``."""
 
     phase: str
     """waiting, starting, running or ended."""
