@@ -76,6 +76,11 @@ class FieldError(ValueError):
         return f"{self.problem or f'Allowed: {self.allowed}'}. Use {use}"
 
     @property
+    def without_fix(self) -> str:
+        """The message without its nearest fix."""
+        return str(self).removesuffix(f" Nearest fix: {self.fix}.")
+
+    @property
     def mentioned_names(self) -> list[str]:
         """Fields that the message has a value or bound for, in its order; may contain other words too."""
         return [before or after for before, after in _FIELD_IN_TEXT.findall(str(self))]

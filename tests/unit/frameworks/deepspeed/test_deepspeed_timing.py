@@ -151,6 +151,16 @@ def test_gradients_are_copied_as_often_as_deepspeed_does(
     assert copied == pytest.approx((per_weight + per_owned / 8) * WEIGHTS, rel=0.06)
 
 
+def test_bf16_pipelines_add_each_micro_batch_to_a_flat_buffer() -> None:
+    copied = [get_traffic(plan(0, n, pp=2)).copied_for_gradients for n in (1, 2)]
+    framework = frameworks["deepspeed"].memory_model()
+    a_plan = plan(0, pp=2)
+    trained = framework.count_weights(a_plan, framework.find_shapes(a_plan).kinds[0]).trainable
+    # On four data-parallel ranks these are two and four micro-batches. In half precision, each one's gradients
+    # are set to zero, added by autograd, and added to the buffer.
+    assert copied[1] - copied[0] == pytest.approx(2 * (2 + 6 + 6) * trained)
+
+
 def test_stage_3_copies_parameters_out_of_flat_buffers() -> None:
     together = get_traffic(plan(3)).copied_for_gathers
     # Forward needs all parameters once, of two bytes that are read and written.

@@ -247,18 +247,22 @@ def _compute_gradient_copies(plan: Plan, stage: Stage) -> float:
         # A bucket of one partition is flat, and a single rank does not divide in stage 0.
         reduced = where(plan.degrees.data_parallel > 1, reduced, 2 * copy * trained)
     if layout.stage == 0:
-        return reduced + later * addition * trained
+        # BF16_Optimizer adds every micro-batch's gradients to its flat buffer (``_update_hp_grad``), and sets
+        # them to zero before the next backward, where autograd adds to the zeros (``clear_lp_grads``).
+        cleared = micro_batches * addition + later * half
+        summed: float = where(_partitions_update(plan), cleared, 0) + later * addition
+        return reduced + summed * trained
     # Offloaded gradients are not kept on the GPU, where each micro-batch's are added to those from the host.
-    kept = 0 if layout.offload_optimizer else copy * own
+    copied = 0 if layout.offload_optimizer else copy * own
     added = later * addition * own
     if layout.stage == 3:
-        return micro_batches * reduced + kept + added
+        return micro_batches * reduced + copied + added
     # Slices of the own partition are copied back into the bucket, then its tensors out of it.
-    kept = kept + copy * counts.partition
+    copied = copied + copy * counts.partition
     if layout.stage == 1:
         # Autograd has added up the gradients of micro-batches.
-        return reduced + kept + later * addition * trained
-    return micro_batches * (reduced + kept) + added
+        return reduced + copied + later * addition * trained
+    return micro_batches * (reduced + copied) + added
 
 
 def _count_preparation_bytes(plan: Plan) -> int:

@@ -118,7 +118,7 @@ class PlanEvaluator:
         except FieldError as refusal:
             # Not the fix of a degree: the layout is one of those tried here, and the next ones follow.
             is_layout = refusal.field.startswith("Layout")
-            return str(refusal).removesuffix(f" Nearest fix: {refusal.fix}.") if is_layout else str(refusal)
+            return refusal.without_fix if is_layout else str(refusal)
         except ValueError as refusal:
             return str(refusal)
         if trial.fits:

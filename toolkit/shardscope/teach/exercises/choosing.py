@@ -86,8 +86,8 @@ EXERCISES = (
                 ),
                 Mistake(
                     lambda: 100 * compute_exposed_ms() / (compute_step_ms() - compute_exposed_ms()),
-                    "That is the share of the shorter step, 640 ms. Asked for is the share of the step as it "
-                    "is.",
+                    "That is the share of the shorter step, 640 ms. The question is about the share of "
+                    "the step as it is.",
                 ),
             ),
         ),

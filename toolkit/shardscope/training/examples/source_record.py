@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardscope.records.json_files import read_json, write_json
-from shardscope.training.examples.rows import describe_source, find_files
+from shardscope.training.examples.rows import ARROW_STATE, describe_source, find_files
 from shardscope.training.examples.token_table import IDS, LOSS, RowCounts
 
 COUNTS = "counts.json"
@@ -44,12 +44,15 @@ def describe_examples(source: object, folder: Path) -> dict[str, object]:
 
 
 def hash_path(path: Path) -> str:
-    """Return the SHA-256 of a file, as ``sha256sum`` prints it; of a folder, that of ``sha256sum *``."""
+    """Return the SHA-256 of a file, as ``sha256sum`` prints it.
+
+    Of a folder, that of the lines that ``sha256sum`` prints for the files that are read.
+    """
     if path.is_file():
         return _hash_file(path)
     digest = hashlib.sha256()
-    # The files that are read: others, such as a README, do not change the data.
-    for file in sorted(path.glob("*.arrow")) or find_files(path):
+    is_saved = (path / ARROW_STATE).is_file()
+    for file in sorted(path.glob("*.arrow")) if is_saved else find_files(path):
         digest.update(f"{_hash_file(file)}  {file.name}\n".encode())
     return digest.hexdigest()
 
