@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardscope as ss
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import FlatGradient, count_buckets
@@ -44,6 +46,26 @@ def test_ranks_copy_their_gradients_to_the_host_one_after_another() -> None:
     assert 4 * WEIGHTS / 2 < in_turn < 4 * WEIGHTS
     at_once = get_traffic(plan(2, offload_optimizer="cpu", reduce_bucket_size=2 * WEIGHTS)).returned_waiting
     assert at_once == pytest.approx(4 * WEIGHTS / 8, rel=0.01)
+
+
+@given(
+    tensors=st.lists(st.tuples(st.booleans(), st.integers(0, 60)), max_size=8),
+    partitions=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+)
+def test_busiest_rank_of_a_bucket_is_that_with_the_most_elements(
+    tensors: list[tuple[bool, int]], partitions: tuple[int, int]
+) -> None:
+    ends, bucket = [0, 0], []
+    for is_vector, size in tensors:
+        bucket.append(FlatGradient(ends[is_vector], size, partitions[is_vector]))
+        ends[is_vector] += size
+    last_rank = max(end // partition for end, partition in zip(ends, partitions, strict=True))
+    by_rank = [[one.count_owned_by(rank) for one in bucket] for rank in range(last_rank + 1)]
+    counts = count_buckets(bucket, 2**40, finds_busiest=True)
+    assert counts.owned == max(sum(owned) for owned in by_rank)
+    assert counts.overlapping == max(
+        sum(one.size for one, elements in zip(bucket, owned, strict=True) if elements) for owned in by_rank
+    )
 
 
 def test_stage_2_copies_sums_of_micro_batches_to_the_gpu_and_back() -> None:
@@ -156,8 +178,8 @@ def test_bf16_pipelines_add_each_micro_batch_to_a_flat_buffer() -> None:
     framework = frameworks["deepspeed"].memory_model()
     a_plan = plan(0, pp=2)
     trained = framework.count_weights(a_plan, framework.find_shapes(a_plan).kinds[0]).trainable
-    # On four data-parallel ranks these are two and four micro-batches. In half precision, each one's gradients
-    # are set to zero, added by autograd, and added to the buffer.
+    # On four data-parallel ranks these are two and four micro-batches. In half precision, the gradients of
+    # each are set to zero, added by autograd, and added to the buffer.
     assert copied[1] - copied[0] == pytest.approx(2 * (2 + 6 + 6) * trained)
 
 

@@ -7,7 +7,8 @@ DeepSpeed 0.19: ``average_tensor``, ``allreduce_and_scatter``, ``allreduce_bucke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -116,16 +117,31 @@ def count_buckets(
 
 def _count_of_busiest_rank(bucket: list[FlatGradient]) -> tuple[int, int]:
     """Return the most elements of ``bucket`` that one rank owns, and of tensors that it owns a slice of."""
+    # Changes from one rank to the next: a large tensor fills the partitions of many.
     owned: Counter[int] = Counter()
     overlapping: Counter[int] = Counter()
-    for gradient in bucket:
-        if not gradient.size:
+    for start, size, partition in bucket:
+        if not size:
             continue
-        last_owner = (gradient.end - 1) // gradient.partition
-        for rank in range(gradient.start // gradient.partition, last_owner + 1):
-            owned[rank] += gradient.count_owned_by(rank)
-            overlapping[rank] += gradient.size
-    return max(owned.values(), default=0), max(overlapping.values(), default=0)
+        first, last = start // partition, (start + size - 1) // partition
+        if first == last:
+            owned[first] += size
+            owned[last + 1] -= size
+        else:
+            # A part of the first partition, whole ones, and a part of the last one.
+            head, tail = (first + 1) * partition - start, start + size - last * partition
+            owned[first] += head
+            owned[first + 1] += partition - head
+            owned[last] += tail - partition
+            owned[last + 1] -= tail
+        overlapping[first] += size
+        overlapping[last + 1] -= size
+    return _find_largest_sum(owned), _find_largest_sum(overlapping)
+
+
+def _find_largest_sum(changes: Mapping[int, int]) -> int:
+    """Return the largest sum of ``changes`` up to any rank."""
+    return max(accumulate(changes[rank] for rank in sorted(changes)), default=0)
 
 
 def count_reduction_copies(bucket: list[FlatGradient], options: ReductionOptions) -> int:
