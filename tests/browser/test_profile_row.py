@@ -23,6 +23,9 @@ def test_next_steps_of_a_live_run_are_recorded_and_opened(lab: Lab, browser: Any
     page.wait_for_function("() => !document.querySelector('.ss-head .ss-main-button').disabled")
     page.locator(".ss-head .ss-main-button").click()
     page.wait_for_selector(".ss-status[data-status=running]", timeout=RUN_TIMEOUT_MS)
+    # The plan is written in full, also beside the buttons of a live run.
+    plan_line = page.locator(".ss-run-plan").first
+    assert plan_line.evaluate("line => line.scrollWidth <= line.clientWidth")
     fold = open_fold(page, "Profile the next steps")
     fold.scroll_into_view_if_needed()
     button = fold.get_by_role("button", name="Profile the next 3 steps")
