@@ -153,6 +153,7 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
     tooltip = escape(preview.sentences[0], quote=True)
     objective = f"<p title='{escape(WHY_PAIRS, quote=True)}'>{PAIRS}</p>" if preview.has_pairs else ""
     shared = f"<p>{escape(preview.shared_rows_sentence)}</p>" if preview.num_shared_rows else ""
+    unread = f"<p>{escape(preview.unread_files)}</p>" if preview.unread_files else ""
     refusal = "" if preview.refusal is None else f"<p>{escape(preview.refusal.summary)}.</p>"
     show = (
         f"<button type='button' class='ss-act' data-act='{SHOW}' "
@@ -160,7 +161,7 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
     )
     buttons = f"<div>{show}{render_length_button(advice)}</div>"
     status = f"<p role='status' title='{tooltip}'>{escape(line)}</p>"
-    return f"{status}{refusal}{objective}{shared}{buttons}"
+    return f"{status}{refusal}{unread}{objective}{shared}{buttons}"
 
 
 def _stamp(data: object) -> Stamp:

@@ -433,6 +433,21 @@ def test_keys_of_a_message_without_a_value_are_ignored() -> None:
     assert read_example(recognize_format("data", list(row)), row).messages == tuple(TALK[:2])
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+def test_tools_that_the_system_message_defines_are_accepted(as_text: bool) -> None:
+    """As in Hermes' rows, whose definitions are in a column and in the system message."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}, "unused": None}}
+    tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    defined = {"role": "system", "content": f"You may call: {json.dumps(tools)}"}
+    row: dict[str, Any] = {"tools": json.dumps(tools) if as_text else tools}
+    format = recognize_format("data", ["messages", "tools"])
+    assert len(read_example(format, {**row, "messages": [defined, *TALK[:2]]}).messages) == 3
+    for content in ("Be brief.", "You may call get_weather."):
+        system = {"role": "system", "content": content}
+        with pytest.raises(ValueError, match="tools is not read"):
+            read_example(format, {**row, "messages": [system, *TALK[:2]]})
+
+
 def test_tools_beside_messages_are_refused_in_other_formats_a_column() -> None:
     row: dict[str, Any] = {"messages": TALK, "tools": [{"type": "function"}]}
     with pytest.raises(ValueError, match="tools is not read"):

@@ -9,7 +9,7 @@ from tests.requirements import needs
 
 from shardscope.core.errors import FieldError
 from shardscope.training.examples.file_rows import FileRows
-from shardscope.training.examples.rows import load_files, open_rows, resolve_source
+from shardscope.training.examples.rows import describe_unread_files, load_files, open_rows, resolve_source
 from shardscope.training.examples.source_record import hash_path
 from shardscope.training.tasks.finetune_rows import FinetuneRows
 
@@ -178,6 +178,9 @@ def test_of_the_files_of_a_data_set_those_for_training_are_read(tmp_path: Path) 
     before = hash_path(data)
     write(data / "test-00000-of-00001.jsonl", GOOD * 2)
     assert hash_path(data) == before
+    unread = describe_unread_files(data)
+    assert "test-00000-of-00001.jsonl" in unread and "validation.jsonl" in unread
+    assert "train-00000" not in unread and "README" not in unread
     # The card alone is no text to train on.
     with pytest.raises(FieldError, match=f"Nearest fix: {data}"):
         open_all(tmp_path)

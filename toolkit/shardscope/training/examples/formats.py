@@ -6,6 +6,8 @@ ShareGPT) and preference pairs. Imports no torch.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -27,7 +29,7 @@ OPTIONAL_ROLES = {("preference", "prompt"), ("instruction", "input")}
 SYSTEM_COLUMNS = ("system", "system_prompt")
 """Columns with a system message for the row; messages that begin with one of their own keep it."""
 TOOLS = "tools"
-"""Column beside messages with definitions of tools, which is not read."""
+"""Column with definitions of tools, which is not read: the system message of the row must have them, too."""
 UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that are not read. Without them the model would learn another answer than that of the
 data, such as to end its turn instead of calling a tool."""
@@ -197,12 +199,12 @@ def read_example(format: Format, row: Row) -> Example:
         return Example(text=_read_text(row, columns["text"]))
     system = _read_system(row)
     if format.name == "messages":
-        if row.get(TOOLS) not in (None, "", "[]", []):
+        messages = _add_system(system, _read_list(row[columns["messages"]], columns["messages"]))
+        if row.get(TOOLS) not in (None, "", "[]", []) and not _defines_tools(messages, row[TOOLS]):
             raise ValueError(
                 f"{TOOLS} is not read; write the definitions into the system message, and remove {TOOLS}"
             )
-        messages = _read_list(row[columns["messages"]], columns["messages"])
-        return Example(messages=_check_turns(_add_system(system, messages)))
+        return Example(messages=_check_turns(messages))
     if format.name == "preference":
         return _read_pair(format, row, system)
     if format.name == "instruction":
@@ -259,6 +261,39 @@ def _read_system(row: Row) -> tuple[Message, ...]:
         if isinstance(text, str) and text.strip():
             return ({"role": "system", "content": text},)
     return ()
+
+
+def _defines_tools(messages: tuple[Message, ...], tools: object) -> bool:
+    """Return whether the system message has the names of all ``tools`` and of their parameters.
+
+    Some data sets for function calling have the definitions in both places, such as those of Hermes.
+    """
+    text = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    words = set(re.findall(r"\w+", text))
+    names = _list_tool_names(tools)
+    return bool(names) and all(word in words for name in names for word in re.findall(r"\w+", name))
+
+
+def _list_tool_names(tools: object) -> list[str]:
+    """Return the names of tools and of their parameters, in OpenAI's format; none if it is another format."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return []
+    if not isinstance(tools, Sequence):
+        return []
+    names: list[str] = []
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return []
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        # In an Arrow table every tool has the parameters of all, those of others as None.
+        named = properties if isinstance(properties, Mapping) else {}
+        names += [function["name"], *(str(name) for name, value in named.items() if value is not None)]
+    return names
 
 
 def _add_system(system: tuple[Message, ...], messages: tuple[Message, ...]) -> tuple[Message, ...]:

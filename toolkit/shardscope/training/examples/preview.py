@@ -99,6 +99,8 @@ class Preview:
     """Whether the data is a stream, of which only the first rows were read."""
     has_template: bool = True
     """Whether the tokenizer has a chat template."""
+    unread_files: str = ""
+    """A sentence about files of the data's folder that are not read; empty if all are."""
     vocabulary_warning: str = ""
     """A sentence about a tokenizer that is much smaller than the embedding; empty if the sizes are usual."""
     num_shared_rows: int | None = 0
@@ -204,6 +206,8 @@ class Preview:
                 f"The length of {count_rows(self.num_estimated_rows)} with a text of more than "
                 f"{MAX_CHARACTERS:,} characters is estimated from its beginning."
             )
+        if self.unread_files:
+            lines.insert(1, self.unread_files)
         if self.refusal is not None:
             lines.insert(1, f"A run with these data raises an error: {self.refusal.summary}.")
         if self.seq_len is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from shardscope.core.errors import FieldError, find_similar, refuse
+from shardscope.core.number_format import join_list
 from shardscope.machine.hub import HubProblem, find_hub_problem
 from shardscope.training.examples.file_rows import (
     DELIMITERS,
@@ -56,6 +57,8 @@ ARROW_SPLITS = "dataset_dict.json"
 TRAINING_NAME = re.compile(r"(?<![a-z])(train|training)(?![a-z])")
 OTHER_NAME = re.compile(r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])")
 """Words in file names by which ``datasets`` finds the splits of a folder (5.2, data_files.py)."""
+MAX_NAMED_FILES = 4
+"""Files that a message about a folder names."""
 ALLOWED = (
     "a JSONL, JSON, CSV, TSV, Parquet or text file, a folder of one kind of them, a data set's name on the "
     "Hub, a datasets.Dataset, a pandas DataFrame, or a list of dicts"
@@ -213,14 +216,39 @@ def list_files(field: str, folder: Path) -> list[Path]:
 
 def find_files(folder: Path) -> list[Path]:
     """Return the files of a folder that are data for training, in order; all of them without splits."""
-    files = sorted(
+    files = _list_data_files(folder)
+    return [path for path in files if not (_is_split(files) and _is_other_split(path))]
+
+
+def describe_unread_files(source: object) -> str:
+    """Return a sentence about the files of a folder that are named as validation or test data, and so are not
+    read; empty if there are none."""
+    if not isinstance(source, Path) or not source.is_dir() or (source / ARROW_STATE).is_file():
+        return ""
+    files = _list_data_files(source)
+    names = [path.name for path in files if _is_split(files) and _is_other_split(path)]
+    if not names:
+        return ""
+    if len(names) > MAX_NAMED_FILES:
+        names = [*names[: MAX_NAMED_FILES - 1], f"{len(names) - MAX_NAMED_FILES + 1} more"]
+    return (
+        f"Not read, because a name like this means validation or test data: {join_list(names)}. To train on "
+        "such a file, give it another name."
+    )
+
+
+def _list_data_files(folder: Path) -> list[Path]:
+    return sorted(
         path
         for path in folder.iterdir()
         # The card of a data set is no text to train on.
         if path.is_file() and path.suffix.lower() in LOADERS and path.name.lower() != README.lower()
     )
-    is_split = any(TRAINING_NAME.search(path.stem.lower()) for path in files)
-    return [path for path in files if not (is_split and _is_other_split(path))]
+
+
+def _is_split(files: list[Path]) -> bool:
+    """Return whether a file is named as the training part of a data set."""
+    return any(TRAINING_NAME.search(path.stem.lower()) for path in files)
 
 
 def _is_other_split(path: Path) -> bool:

@@ -21,7 +21,7 @@ from shardscope.training.examples.conversation import Prompt, encode_prompts, fi
 from shardscope.training.examples.encoding import LOSS_ON, Encoder, LossOn
 from shardscope.training.examples.formats import recognize_format
 from shardscope.training.examples.preview import Preview, preview_examples
-from shardscope.training.examples.rows import describe_source, is_text
+from shardscope.training.examples.rows import describe_source, describe_unread_files, is_text
 from shardscope.training.examples.source_record import COUNTS, describe_examples, describe_file
 from shardscope.training.examples.token_table import BAD_ROWS, BadRows
 from shardscope.training.preferences.settings import (
@@ -229,6 +229,7 @@ class Finetune(TextTask):
             is_streamed=self.streaming,
             cost=cost,
             num_shared_rows=num_shared,
+            unread_files=describe_unread_files(self.data),
             vocabulary_warning=describe_unused_rows(len(tokenizer), self.folder.architecture.vocab_size),
         )
         if plan is None:
@@ -418,7 +419,7 @@ class Finetune(TextTask):
             record = super().describe_data(folder)
         if isinstance(self.validation, float):
             counts = read_json(folder / VALIDATION_TOKENS / COUNTS) or {}
-            record["validation"] = {"name": f"{self.validation:.0%} of the rows", **counts}
+            record["validation"] = {"name": f"{100 * self.validation:.3g} % of the rows", **counts}
         elif self.validation is not None and is_examples:
             record["validation"] = describe_examples(self.validation, folder / VALIDATION_TOKENS)
         elif isinstance(self.validation, Path):

@@ -17,6 +17,7 @@ from shardscope.training.examples.packed_windows import (
     describe_packing,
     pack_table,
 )
+from shardscope.training.examples.rows import describe_unread_files
 from shardscope.training.examples.source_record import save_counts
 from shardscope.training.examples.streamed_batches import StreamedBatches, StreamedExamples, StreamReader
 from shardscope.training.examples.token_table import (
@@ -52,6 +53,8 @@ def _write_tables(rows: FinetuneRows, encoder: Encoder, seq_len: int, folder: Pa
     if isinstance(rows.validation, float):
         validation_field = "data"
         training_indices, validation_indices = split_rows(len(rows.open()), rows.validation, rows.seed)
+    for sentence in filter(None, map(describe_unread_files, (rows.data, rows.validation))):
+        print(sentence, flush=True)
     tables: dict[str, TokenTable] = {}
     if not rows.streaming:
         tables[TOKENS] = _write_table(rows, "data", training_indices, encoder, seq_len, folder / TOKENS)
