@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -12,20 +12,11 @@ import numpy as np
 
 from shardscope.core.html_table import render_html_table
 from shardscope.timing.report import format_seconds
-from shardscope.trace.analysis.breakdown import (
-    COLLECTIVE_WAIT,
-    DATA_WAIT,
-    HOST_BOUND,
-    OTHER,
-    BreakdownRow,
-    IdleRow,
-    StepRow,
-    compute_idle,
-)
-from shardscope.trace.analysis.collectives import UNKNOWN_KIND, CollectiveRow, Collectives, measure_step
-from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels, find_kernels
+from shardscope.trace.analysis.breakdown import BreakdownRow, StepRow
+from shardscope.trace.analysis.causes import Cause, find_causes, format_number_of
+from shardscope.trace.analysis.collectives import measure_step
 from shardscope.trace.analysis.stragglers import find_stragglers
-from shardscope.trace.analysis.suggestions import Topic, suggest_change
+from shardscope.trace.analysis.suggestions import suggest_change
 from shardscope.trace.nesting import compute_union_ns
 from shardscope.trace.store import Trace
 from shardscope.trace.table import Table
@@ -40,8 +31,6 @@ NO_BREAK = "\u00a0"
 NUM_OPERATORS = 10
 SHOWN_RANKS = 32
 MAX_NAME_CHARACTERS = 120
-MIN_SHARE = 0.02
-"""Minimum share of a step for a sentence of its own."""
 MAX_OUTLIERS = 3
 """Number of slow steps with a sentence, the slowest."""
 MAX_CAUSES = 5
@@ -244,18 +233,6 @@ def list_rank_times(trace: Trace) -> list[RankTimes]:
     ]
 
 
-class _Cause(TypedDict):
-    """A cost in every step, as a sentence."""
-
-    seconds: float
-    """Seconds of a step."""
-    text: str
-    interval: tuple[int, str, float, float]
-    """Rank, track, begin and end in seconds."""
-    topics: tuple[Topic, ...]
-    """Topics of :func:`suggest_change`, most specific first."""
-
-
 def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     """Yield the sentences: what was recorded, where a step's time goes, what costs most, and comparisons."""
     steps, step_seconds = trace.steps(), measure_step(trace)
@@ -263,14 +240,8 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     yield Sentence(text=_describe_shares(trace, steps))
     if not step_seconds:
         return  # no recorded slice has any length
-    collectives, kernels = trace.collectives(), find_kernels(trace, in_steps=True)
-    causes = [
-        *_find_exposed_communication(trace, collectives, step_seconds),
-        *_find_idle(trace, step_seconds),
-        *_find_kernels(trace, kernels, step_seconds),
-        *_find_copies(trace, kernels, step_seconds),
-    ]
-    causes.sort(key=lambda cause: -cause["seconds"])
+    collectives = trace.collectives()
+    causes = find_causes(trace, collectives, step_seconds)
     # The user's own function may train another model: changes and parts of the plan do not apply to it.
     plan = trace.plan if trace.trains_the_plan else None
     suggested: set[str] = set()
@@ -296,7 +267,7 @@ def _count_ranks(trace: Trace) -> str:
 
 
 def _describe_slices(trace: Trace) -> str:
-    return f"{_format_count(len(trace), 'slice')} in {format_seconds(trace.duration_seconds)}"
+    return f"{format_number_of(len(trace), 'slice')} in {format_seconds(trace.duration_seconds)}"
 
 
 def _describe_size(trace: Trace) -> str:
@@ -304,7 +275,7 @@ def _describe_size(trace: Trace) -> str:
     counts = [len(rank.steps) for rank in trace.activity.ranks if rank.steps]
     if not counts:
         return f"{num_ranks}, {recorded}, without marks of steps."
-    steps = _format_count(max(counts), "step")
+    steps = format_number_of(max(counts), "step")
     if min(counts) < max(counts):
         steps = f"{min(counts):,} to {steps}"
     return f"{num_ranks}, {steps} of {format_seconds(measure_step(trace))}; {recorded}."
@@ -347,211 +318,11 @@ _SHARES: tuple[
 )
 
 
-_AXES: tuple[Topic, ...] = ("tp", "cp", "ep", "pp", "dp")
-
-
 def _format_range(low: float, high: float) -> str:
     return f"{low:.0f}" if f"{low:.0f}" == f"{high:.0f}" else f"{low:.0f} to {high:.0f}"
 
 
-def _format_share(trace: Trace, seconds: float, step_seconds: float) -> str:
-    """Return seconds with their share of a step, or of the recording if no steps are marked."""
-    whole = "a step" if trace.activity.has_steps else "the recording"
-    return f"{format_seconds(seconds)} ({100 * seconds / step_seconds:.0f} %) of {whole}"
-
-
-def _find_exposed_communication(
-    trace: Trace, collectives: Collectives, step_seconds: float
-) -> Iterator[_Cause]:
-    """Yield the exposed communication of each axis and kind that takes 2 % of a step."""
-    in_steps = collectives.list_in_steps()
-    for row in collectives.sum_by_axis():
-        if row["exposed_seconds"] < MIN_SHARE * step_seconds:
-            continue
-        calls = [call for call in in_steps if (call["axis"], call["kind"]) == (row["axis"], row["kind"])]
-        longest = max(calls, key=lambda call: call["exposed_seconds"])
-        name = row["kind"].replace("_", "-")
-        of_axis = f" of {row['axis']}" if row["axis"] else ""
-        text = (
-            f"Exposed {name}{of_axis}: {_format_share(trace, row['exposed_seconds'], step_seconds)}"
-            f"{_describe_ranks(calls, trace.activity.steps_by_rank)}, in "
-            f"{_format_count(row['num_calls'], 'call')}{_describe_bytes(calls)}"
-        )
-        if row["skew_seconds"] is not None and row["seconds"]:
-            share = 100 * row["skew_seconds"] / row["seconds"]
-            text += f"; {share:.0f} % of their time is waiting for the last rank"
-        of_call = row["axis"].split("+")
-        topics: list[Topic] = [axis for axis in _AXES if axis in of_call]
-        if row["kind"] == "all_gather" and "dp" in of_call:
-            topics.append("dp_all_gather")
-        yield {
-            "seconds": row["exposed_seconds"],
-            "text": f"{text}.",
-            "interval": _locate_call(longest),
-            "topics": tuple(topics),
-        }
-
-
-def _describe_ranks(calls: list[CollectiveRow], num_steps: Mapping[int, int]) -> str:
-    """Return the range over ranks of a step's exposed seconds; empty if their mean says the same."""
-    by_rank: dict[int, float] = {}
-    for call in calls:
-        seconds = call["exposed_seconds"] / num_steps[call["rank"]]
-        by_rank[call["rank"]] = by_rank.get(call["rank"], 0.0) + seconds
-    low, high = min(by_rank.values()), max(by_rank.values())
-    if high < 1.1 * low:
-        return ""
-    return f" (mean of {len(by_rank):,} ranks, {format_seconds(low)} to {format_seconds(high)})"
-
-
-def _format_count(number: float, what: str) -> str:
-    text = f"{number:,.0f}" if number >= 10 else f"{number:.3g}"
-    return f"{text} {what}" if text == "1" else f"{text} {what}s"
-
-
-def _locate_call(call: CollectiveRow) -> tuple[int, str, float, float]:
-    return call["rank"], call["track"], call["start_seconds"], call["start_seconds"] + call["seconds"]
-
-
-def _describe_bytes(calls: list[CollectiveRow]) -> str:
-    sizes = [call["num_bytes"] for call in calls if call["num_bytes"] is not None]
-    if len(sizes) < len(calls) or not sizes:
-        return ""
-    mean = sum(sizes) / len(sizes)
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if mean >= size:
-            return f" of {mean / size:.3g} {unit} on average"
-    return f" of {mean:.3g} bytes on average"
-
-
-_IDLE_TEXTS = {
-    HOST_BOUND: "the host launches work too late (host-bound)",
-    COLLECTIVE_WAIT: "the host waits for a collective",
-    DATA_WAIT: "the data loader has no batch yet",
-    OTHER: "of something else: its work was queued already, or no launch of it is recorded",
-}
-
-
-def _find_idle(trace: Trace, step_seconds: float) -> Iterator[_Cause]:
-    """Yield the causes of idle time, averaged over ranks."""
-    counts = trace.activity.steps_by_rank
-    on_gpu = any(rank.on_gpu for rank in trace.activity.ranks)
-    rows = compute_idle(trace, in_steps=True)
-    for cause, reason in _IDLE_TEXTS.items():
-        cause_rows = [row for row in rows if row["cause"] == cause]
-        seconds = sum(row["seconds"] / counts[row["rank"]] for row in cause_rows) / max(len(cause_rows), 1)
-        if seconds < MIN_SHARE * step_seconds:
-            continue
-        longest = max(cause_rows, key=lambda row: row["end_seconds"] - row["start_seconds"])
-        gap = format_seconds(longest["end_seconds"] - longest["start_seconds"])
-        if on_gpu:
-            text = f"The GPU idles {_format_share(trace, seconds, step_seconds)} because {reason}"
-        elif cause == OTHER:
-            continue  # before and after the first and last operator
-        elif cause == HOST_BOUND:
-            text = (
-                f"Between operators (Python, dispatch): {_format_share(trace, seconds, step_seconds)} on CPU "
-                "ranks"
-            )
-        else:
-            text = f"CPU ranks idle {_format_share(trace, seconds, step_seconds)} because {reason}"
-        yield {
-            "seconds": seconds,
-            "text": f"{text}; the longest gap is {gap} on rank {longest['rank']}.",
-            "interval": _locate_gap(longest),
-            "topics": ("host",) if cause == HOST_BOUND else (),
-        }
-
-
-def _locate_gap(row: IdleRow) -> tuple[int, str, float, float]:
-    return row["rank"], row["track"], row["start_seconds"], row["end_seconds"]
-
-
-def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterator[_Cause]:
-    """Yield the class of kernels that takes most of the compute, and matmuls without tensor cores."""
-    num_steps = trace.activity.steps_by_rank
-    compute: dict[str, float] = {}
-    for row in kernels:
-        if row["kind"] not in _NO_COMPUTE:
-            seconds = row["total_seconds"] / num_steps[row["rank"]] / len(trace.ranks)
-            compute[row["kind"]] = compute.get(row["kind"], 0.0) + seconds
-    total = sum(compute.values())
-    if not total:
-        return
-    what = "kernels" if any(rank.on_gpu for rank in trace.activity.ranks) else "operators"
-    for kind in sorted(compute, key=lambda one: -compute[one])[:1]:
-        kind_rows = [row for row in kernels if row["kind"] == kind]
-        top = max(kind_rows, key=lambda row: row["total_seconds"])
-        title = "Unclassified" if kind == "other" else kind.capitalize()
-        calls = _format_count(top["num_calls"] / num_steps[top["rank"]], "call")
-        per_step = " a step" if trace.activity.has_steps else ""
-        text = (
-            f"{title} {what} take most compute, {_format_share(trace, compute[kind], step_seconds)}; first "
-            f"{top['name'][:60]}, {calls}{per_step} of {format_seconds(top['mean_seconds'])} each"
-        )
-        if top["tflops"] is not None and top["peak_share"] is not None:
-            text += f" at {top['tflops']:.3g} TFLOP/s, {100 * top['peak_share']:.0f} % of the GPU's peak"
-        elif top["bytes_per_second"] is not None and top["bandwidth_share"] is not None:
-            text += f" at {100 * top['bandwidth_share']:.0f} % of the memory's bandwidth"
-        # A step that recomputes runs its forward twice, whatever its kernels are.
-        topics: tuple[Topic, ...] = ("recomputation",)
-        if kind not in MATRIX_KINDS:
-            topics = ("elementwise", "recomputation")
-        yield {
-            "seconds": compute[kind],
-            "text": f"{text}.",
-            "interval": _locate_kernel(top),
-            "topics": topics,
-        }
-    share = kernels.tensor_core_share
-    matrices = sum(compute.get(kind, 0.0) for kind in MATRIX_KINDS)
-    if share is not None and share < 0.5 and matrices >= MIN_SHARE * step_seconds:
-        slow = max(
-            (row for row in kernels if row["uses_tensor_cores"] is False),
-            key=lambda row: row["total_seconds"],
-        )
-        part = "None" if share < 0.005 else f"Only {100 * share:.0f} %"
-        yield {
-            "seconds": matrices * (1 - share),
-            "text": f"{part} of the time of matmuls, convolutions and attention is on tensor cores: "
-            f"{_format_share(trace, matrices * (1 - share), step_seconds)} is not.",
-            "interval": _locate_kernel(slow),
-            "topics": ("precision",),
-        }
-
-
-def _locate_kernel(row: KernelRow) -> tuple[int, str, float, float]:
-    return row["rank"], row["track"], row["start_seconds"], row["start_seconds"] + row["longest_seconds"]
-
-
-_NO_COMPUTE = frozenset(
-    {"copy", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "barrier",
-     "reduce", "gather", "scatter", UNKNOWN_KIND}
-)  # fmt: skip
-"""Classes of :meth:`Trace.kernels` that compute nothing."""
-
-
-def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterator[_Cause]:
-    """Yield exposed copies, if they take 2 % of a step."""
-    num_steps = trace.activity.steps_by_rank
-    unmarked = {rank.rank for rank in trace.activity.ranks if not rank.steps}
-    rows = [*trace.steps(), *(row for row in trace.breakdown() if row["rank"] in unmarked)]
-    seconds = sum(row["copy_seconds"] / num_steps[row["rank"]] for row in rows) / len(trace.ranks)
-    copies = [row for row in kernels if row["kind"] == "copy" and row["bytes_per_second"] is not None]
-    if seconds < MIN_SHARE * step_seconds or not copies:
-        return
-    top = max(copies, key=lambda row: row["total_seconds"])
-    rate = (top["bytes_per_second"] or 0.0) / 1e9
-    yield {
-        "seconds": seconds,
-        "text": f"Exposed copies: {_format_share(trace, seconds, step_seconds)}; first "
-        f"{top['name'][:60]} at {rate:.3g} GB/s.",
-        "interval": _locate_kernel(top),
-        "topics": ("copies",),
-    }
-
-
-def _add_suggestion(plan: Plan | None, cause: _Cause, suggested: set[str]) -> Sentence:
+def _add_suggestion(plan: Plan | None, cause: Cause, suggested: set[str]) -> Sentence:
     """Return the cause as a sentence, with the change that is predicted to help most, if it is a new one."""
     rank, track, start, end = cause["interval"]
     suggestions = [suggest_change(plan, topic) for topic in cause["topics"]] if plan is not None else []
@@ -592,7 +363,7 @@ def _describe_outliers(steps: Table[StepRow]) -> Iterator[Sentence]:
         yield _describe_outlier(steps, worst[number], len(of_step[number]))
     others = len(slowest) - MAX_OUTLIERS
     if others > 0:
-        yield Sentence(text=f"{_format_count(others, 'more step')} took much longer than the median.")
+        yield Sentence(text=f"{format_number_of(others, 'more step')} took much longer than the median.")
 
 
 def _find_median(
@@ -612,7 +383,7 @@ def _describe_outlier(steps: Table[StepRow], row: StepRow, num_ranks: int) -> Se
         ((title, row[key] - _find_median(steps, row["rank"], key)) for title, key in _SHARES),
         key=lambda pair: pair[1],
     )
-    others = f"; it was slow on {_format_count(num_ranks - 1, 'other rank')}, too" if num_ranks > 1 else ""
+    others = f"; it was slow on {format_number_of(num_ranks - 1, 'other rank')}, too" if num_ranks > 1 else ""
     return Sentence(
         text=f"Step {row['step']} of rank {row['rank']} took {format_seconds(row['span_seconds'])}, the "
         f"median is {format_seconds(usual)}: {format_seconds(max(more, 0.0))} more {title}{others}.",
