@@ -62,6 +62,10 @@ def test_model_and_data_are_enough_for_a_recommended_plan(files: Path) -> None:
     boxes = view.form.settings.boxes
     expected = {"learning_rate": "0.001", "num_epochs": "15", "lora_rank": "16", "seq_len": "24"}
     assert {name: boxes[name].placeholder for name in expected} == expected
+    # The picture for readers without a kernel has the result, and nothing of hidden boxes and inputs.
+    picture = view._repr_mimebundle_()["text/html"]
+    assert "Fits: " in picture and "60 rows" in picture
+    assert "no known names" not in picture and reasons["num_epochs"] not in picture
     view.close()
 
 

@@ -22,9 +22,9 @@ from shardscope_widgets.run.log_pane import LogPane
 
 TEXT_WIDGETS = (widgets.HTML, Clickable, LogPane)
 """Widgets whose value is HTML."""
-LEFT_OUT = {"ss-side", "ss-words", "ss-strip", "ss-repairs", "ss-guide"}
-"""Classes of boxes that are left out: inputs (summarized by the headline), progress, notices, and changes and
-steps that only a live view can make.
+LEFT_OUT = {"ss-off", "ss-side", "ss-finetune-settings", "ss-words", "ss-strip", "ss-repairs", "ss-guide"}
+"""Classes of boxes that are left out: hidden ones, inputs (summarized by the headline) with their reasons,
+progress, notices, and changes and steps that only a live view can make.
 """
 LOG_LINES = 40
 GREY = "#767e87"
