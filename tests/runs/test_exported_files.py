@@ -258,6 +258,7 @@ FLAGS: dict[str, Callable[[str], Any] | None] = {
     "num-layers-per-virtual-pipeline-stage": int, "optimizer-cpu-offload": None,
     "expert-tensor-parallel-size": int, "sequence-parallel": None, "use-distributed-optimizer": None,
     "account-for-embedding-in-pipeline-split": None, "account-for-loss-in-pipeline-split": None,
+    "decoder-first-pipeline-num-layers": int, "decoder-last-pipeline-num-layers": int,
     "overlap-grad-reduce": None, "overlap-param-gather": None, "tp-comm-overlap": None,
     "use-precision-aware-optimizer": None, "exp-avg-dtype": str, "exp-avg-sq-dtype": str,
     "seq-length": int, "micro-batch-size": int, "global-batch-size": int, "optimizer": str,

@@ -166,7 +166,7 @@ INTERACTING: list[tuple[Options, str]] = [
         ),
         "vpp=8",
     ),
-    (("deepseek-v3", "16x8xh100-sxm-80gb", {}, "megatron", {"pp": 16}), "pp=2"),
+    (("deepseek-v3", "16x8xh100-sxm-80gb", {}, "megatron", {"pp": 32}), "pp=16"),
     (
         ("qwen3-0.6b", "3x4xh100-sxm-80gb", {"global_batch_size": 96}, "megatron", {"pp": 7, "vpp": 8}),
         "pp=3, vpp=10",

@@ -404,6 +404,7 @@ def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(
         ),
         ("--lr 3e-4", "--optimizer-cpu-offload", r"line 22, optimizer-cpu-offload.*nothing"),
         ("--lr 3e-4", "--account-for-loss-in-pipeline-split", r"line 22, account-for-loss"),
+        ("--lr 3e-4", "--decoder-last-pipeline-num-layers 9", r"line 22, decoder-last.*leave it out"),
     ],
 )
 def test_fault_35_invalid_megatron_arguments_raise_with_line_and_flag(

@@ -25,13 +25,13 @@ from shardscope.core.ops import (
     minimum,
     where,
 )
-from shardscope.frameworks.megatron.layout import splits_evenly
 from shardscope.frameworks.megatron.memory.layer import Layer
 from shardscope.frameworks.megatron.memory.pipeline import (
     SchedulePeaks,
     compute_schedule_peaks,
     count_chunk_layers,
 )
+from shardscope.frameworks.megatron.pipeline_split import can_split_pipeline
 from shardscope.prediction.batch.column import Column, sum_columns
 from shardscope.prediction.batch.deduplicate import Distinct
 from shardscope.prediction.batch.object_batch import build_batch
@@ -252,7 +252,7 @@ def test_stage_bytes_equal_the_simulated_schedule(data: st.DataObject) -> None:
         (pp, vpp)
         for pp in range(2, 9)
         for vpp in range(1, 12)
-        if splits_evenly(arch.num_hidden_layers, pp, vpp)
+        if can_split_pipeline(arch.num_hidden_layers, pp, vpp)
     ]
     pp, vpp = data.draw(st.sampled_from([(1, 1), *chunks]))
     number = data.draw(st.integers(0, pp - 1))

@@ -90,6 +90,16 @@ def test_repeating_a_stored_rehearsal_gives_the_same_bytes(index: int) -> None:
     assert all({peak.phase for peak in stage.peaks} == set(PHASES) for stage in stages)
 
 
+def test_first_and_last_stages_with_fewer_layers_are_those_of_megatron_core() -> None:
+    arch = replace(ss.Architecture.of_size("1b"), num_hidden_layers=9)
+    plan = Plan(arch, EIGHT, ss.Recipe(seq_len=512, global_batch_size=16), ss.Layout.megatron(tp=2, pp=4))
+    rehearsed = rehearse_plan(plan)
+    assert [stage.num_layers for stage in rehearsed] == list(plan.stage_layers) == [2, 3, 3, 1]
+    for stage, predicted in zip(rehearsed, plan.memory().by_stage, strict=True):
+        peak = max(map(sum_tensors, predicted.phases))
+        assert peak == pytest.approx(max(one.num_bytes for one in stage.peaks), rel=1e-3)
+
+
 @thorough()
 def test_1f1b_holds_fewer_micro_batches_on_later_stages() -> None:
     arch = replace(ss.Architecture.of_size("1b"), num_hidden_layers=16)

@@ -8,7 +8,8 @@ from shardscope.core.errors import refuse
 from shardscope.core.ops import ceil_div
 from shardscope.families.registry import find_family
 from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.layout import count_pipeline_ends, get_layout
+from shardscope.frameworks.megatron.layout import get_layout
+from shardscope.frameworks.megatron.pipeline_split import split_pipeline
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -158,8 +159,10 @@ def _build_split_options(plan: Plan) -> dict[str, object]:
     layers, degrees = plan.architecture.num_hidden_layers, plan.degrees
     if degrees.pp == 1:
         return {}
-    embedding, loss = count_pipeline_ends(layers, degrees.pp, degrees.vpp)
+    split = split_pipeline(layers, degrees.pp, degrees.vpp)
     return {
-        "account_for_embedding_in_pipeline_split": bool(embedding),
-        "account_for_loss_in_pipeline_split": bool(loss),
+        "account_for_embedding_in_pipeline_split": bool(split.embedding),
+        "account_for_loss_in_pipeline_split": bool(split.loss),
+        "num_layers_in_first_pipeline_stage": split.first,
+        "num_layers_in_last_pipeline_stage": split.last,
     }

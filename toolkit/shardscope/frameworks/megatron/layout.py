@@ -24,6 +24,7 @@ from shardscope.core.layout import (
 )
 from shardscope.core.ops import group_equal, maximum, where
 from shardscope.frameworks.megatron.families import check_family
+from shardscope.frameworks.megatron.pipeline_split import can_split_pipeline, split_pipeline
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -287,33 +288,27 @@ class MegatronLayout(Layout):
             )
 
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
-        """Return the layers of each stage: split evenly, counting embedding and loss as layers if needed.
+        """Return the layers of each stage; see :func:`split_pipeline`.
 
-        The options are Megatron's ``account_for_embedding_in_pipeline_split`` and
-        ``account_for_loss_in_pipeline_split``: 126 layers over 16 stages are 7, 14 x 8, 7. Raises
-        ``ValueError`` if there is no even split.
+        Raises ``ValueError`` if they cannot be split.
         """
         layers = architecture.num_hidden_layers
         if degrees.pp == 1:
             return [layers]
         try:
-            embedding, loss = count_pipeline_ends(layers, degrees.pp, degrees.vpp)
+            return list(split_pipeline(layers, degrees.pp, degrees.vpp).stages)
         except LookupError:
             raise self._make_split_error(layers, degrees) from None
-        stages = [(layers + embedding + loss) // degrees.pp] * degrees.pp
-        stages[0] -= embedding
-        stages[-1] -= loss
-        return stages
 
     def _make_split_error(self, layers: int, degrees: Degrees) -> FieldError:
-        # Suggest the nearest pp and vpp that split evenly, with one of the two unchanged if possible. pp must
-        # divide the ranks.
+        # Suggest the nearest pp and vpp that split the layers, with one of the two unchanged if possible. pp
+        # must divide the ranks.
         pp, vpp = min(
             (
                 (pp, vpp)
                 for pp in list_divisors(degrees.pp * degrees.data_parallel)
                 for vpp in range(1, layers + 1 if pp > 1 else 2)
-                if splits_evenly(layers, pp, vpp)
+                if can_split_pipeline(layers, pp, vpp)
             ),
             key=lambda degree_pair: (
                 degree_pair[0] != degrees.pp and degree_pair[1] != degrees.vpp,
@@ -327,7 +322,8 @@ class MegatronLayout(Layout):
             "Layout.pp",
             degrees.pp if degrees.vpp == 1 else f"{degrees.pp} with vpp={degrees.vpp}",
             f"stages that divide {layers} layers, or {layers + 1} or {layers + 2} "
-            "with loss and embedding counted as a layer each",
+            "with loss and embedding counted as a layer each, or, with vpp=1, that have equal numbers of "
+            "layers but for fewer in the first and the last one",
             changed,
         )
 
@@ -389,28 +385,6 @@ class MegatronLayout(Layout):
             f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1
         ]
         return "Megatron-core" + (f" ({', '.join(named)})" if named else "")
-
-
-def count_pipeline_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
-    """Return (embedding, loss), each 1 if it must count as a layer for an even split, else 0.
-
-    Raises ``LookupError`` if there is no even split.
-    """
-    # The loss costs more than the embedding, so it is tried first.
-    for embedding, loss in ((0, 0), (1, 1), (0, 1), (1, 0)):
-        total = num_layers + embedding + loss
-        if total % (pp * vpp) == 0 and total // pp > max(embedding, loss):
-            return embedding, loss
-    raise LookupError(f"no even split of {num_layers} layers over {pp} x {vpp} chunks")
-
-
-def splits_evenly(num_layers: int, pp: int, vpp: int) -> bool:
-    """Return whether the layers split evenly over pp x vpp chunks."""
-    try:
-        count_pipeline_ends(num_layers, pp, vpp)
-    except LookupError:
-        return False
-    return True
 
 
 def get_layout(plan: Plan) -> MegatronLayout:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.layout import Degrees, check_context, check_experts, check_heads, list_divisors
 from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.layout import MegatronLayout, splits_evenly
+from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.frameworks.megatron.pipeline_split import can_split_pipeline
 from shardscope.frameworks.search_grid import (
     DATA_PARALLEL,
     MICRO_BATCH_SIZE,
@@ -59,7 +60,7 @@ def _combine_degrees(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Co
         (pp, vpp)
         for pp in ranks
         for vpp in range(1, (layers + 2) // pp + 1 if pp > 1 else 2)
-        if pp == 1 or splits_evenly(layers, pp, vpp)
+        if pp == 1 or can_split_pipeline(layers, pp, vpp)
     ]
     columns = combine_degrees(
         cluster,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from shardscope.families.registry import find_family
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY
-from shardscope.frameworks.megatron.layout import count_pipeline_ends, get_layout
+from shardscope.frameworks.megatron.layout import get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
+from shardscope.frameworks.megatron.pipeline_split import split_pipeline
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -129,11 +130,14 @@ def _build_layout_flags(plan: Plan) -> Flags:
     if degrees.vpp > 1:
         flags["num-virtual-stages-per-pipeline-rank"] = degrees.vpp
     if degrees.pp > 1:
-        embedding, loss = count_pipeline_ends(plan.architecture.num_hidden_layers, degrees.pp, degrees.vpp)
-        if embedding:
+        split = split_pipeline(plan.architecture.num_hidden_layers, degrees.pp, degrees.vpp)
+        if split.embedding:
             flags["account-for-embedding-in-pipeline-split"] = None
-        if loss:
+        if split.loss:
             flags["account-for-loss-in-pipeline-split"] = None
+        if split.first is not None and split.last is not None:
+            flags["decoder-first-pipeline-num-layers"] = split.first
+            flags["decoder-last-pipeline-num-layers"] = split.last
     if plan.architecture.mixture_of_experts is not None:
         flags["expert-model-parallel-size"] = degrees.ep
         flags["expert-tensor-parallel-size"] = layout.expert_tp

@@ -68,7 +68,8 @@ REFUSED = {"optimizer-cpu-offload": "plans have no optimizer state on the host f
 CHUNK = "num-layers-per-virtual-pipeline-stage"
 READ = (
     CHUNK, *REFUSED, *SHAPE, *DEGREES.values(), *SWITCHES.values(), *TYPES.values(), *SIZES.values(),
-    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "optimizer",
+    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
+    "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "optimizer",
     "hidden-dropout", "attention-dropout", "fp16", "bf16", "fp8-format", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "attention-backend", "cross-entropy-loss-fusion",
     "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations",
@@ -367,13 +368,18 @@ def _read_gradient_dtype(
 def _check_split(document: Document, plan: Plan) -> None:
     """Raise ``ValueError`` for a file whose pipeline split differs from the plan's."""
     wanted = build_arguments(plan)
+    layers = f"as {plan.architecture.num_hidden_layers} layers over the stages are split here"
+    if plan.degrees.pp == 1:
+        return
     for flag in ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"):
-        if bool(document.get(flag)) != (flag in wanted) and plan.degrees.pp > 1:
-            presence = "set" if flag in wanted else "left out"
-            allowed = (
-                f"{presence}, as {plan.architecture.num_hidden_layers} layers over the stages are split here"
-            )
+        if bool(document.get(flag)) != (flag in wanted):
+            allowed = f"{'set' if flag in wanted else 'left out'}, {layers}"
             refuse(document.locate(flag), bool(document.get(flag)), allowed, "the split that the plan makes")
+    for flag in ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"):
+        number = None if document.get(flag) is None else document.read_number(flag, low=1, high=2**20)
+        if number != wanted.get(flag):
+            fix = f"--{flag} {wanted[flag]}" if flag in wanted else "leave it out"
+            refuse(document.locate(flag), number, f"{wanted.get(flag, 'left out')}, {layers}", fix)
 
 
 # ---- Megatron-LM's older flag for the model chunks of a pipeline stage: layers per chunk

@@ -18,7 +18,7 @@ from shardscope.core.ops import (
     pick_largest_row,
     where,
 )
-from shardscope.frameworks.megatron.layout import count_pipeline_ends
+from shardscope.frameworks.megatron.pipeline_split import split_pipeline
 from shardscope.timing.pipeline import Schedule, iterate_passes
 
 if TYPE_CHECKING:
@@ -233,13 +233,17 @@ def count_chunk_layers(arch: Architecture, pp: int, vpp: int, number: int) -> tu
     num_chunks = pp * vpp
     if pp == 1:
         return ((arch.num_hidden_layers - arch.num_moe_layers, arch.num_moe_layers),)
-    embedding, loss = count_pipeline_ends(arch.num_hidden_layers, pp, vpp)
-    layers_per_chunk = (arch.num_hidden_layers + embedding + loss) // num_chunks
+    split = split_pipeline(arch.num_hidden_layers, pp, vpp)
+    layers_per_chunk = (arch.num_hidden_layers + split.embedding + split.loss) // num_chunks
     chunks = []
     for chunk in range(vpp):
-        position = chunk * pp + number
-        start = position * layers_per_chunk - (embedding if position else 0)
-        stop = (position + 1) * layers_per_chunk - embedding - (loss if position == num_chunks - 1 else 0)
+        if vpp == 1:
+            start, stop = sum(split.stages[:number]), sum(split.stages[: number + 1])
+        else:
+            position = chunk * pp + number
+            start = position * layers_per_chunk - (split.embedding if position else 0)
+            stop = (position + 1) * layers_per_chunk - split.embedding
+            stop -= split.loss if position == num_chunks - 1 else 0
         moe = sum(arch.is_moe_layer(index) for index in range(start, stop)) if arch.num_moe_layers else 0
         chunks.append((stop - start - moe, moe))
     return tuple(chunks)
