@@ -276,7 +276,8 @@ WRITTEN_OUT = frozenset({
     "make-vocab-size-divisible-by", "untie-embeddings-and-output-weights", "multi-latent-attention",
     "num-experts", "num-virtual-stages-per-pipeline-rank", "seq-length", "micro-batch-size",
     "num-layers-per-virtual-pipeline-stage",
-    "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "global-batch-size", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16",
+    "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+    "global-batch-size", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16",
     "recompute-activations", "use-flash-attn",
 })  # fmt: skip
 """Those that stand in that file alone; Megatron-LM makes the others from megatron-core's dataclasses since
