@@ -244,6 +244,8 @@ def test_shares_of_every_rank_add_up_and_nothing_is_negative(events: Events) -> 
 def test_gpus_are_found_by_the_drivers_name() -> None:
     gpu = find_gpu("NVIDIA H100 80GB HBM3")
     assert gpu is not None and gpu.name == "h100-sxm-80gb"
+    amd = find_gpu("AMD Instinct MI300X")
+    assert amd is not None and amd.peak_flops["bf16"] == 1307.4e12
     assert find_gpu("NVIDIA A100-PG509-200") is None and find_gpu(None) is None
 
 

@@ -22,7 +22,7 @@ Kind = Literal["models", "gpus", "links"]
 
 NOT_FIELDS = frozenset({
     "source", "nulls", "price_source", "usable_source", "latency_source", "host_source", "usable_gib",
-    "nvml_names", "host_link", "inter_node_link", "gpus_per_node", "host_memory_bytes",
+    "driver_names", "host_link", "inter_node_link", "gpus_per_node", "host_memory_bytes",
 })  # fmt: skip
 """Keys of a TOML entry that are no fields of the object: sources, and defaults of its cluster."""
 
@@ -30,7 +30,7 @@ NOT_FIELDS = frozenset({
 class GpuEntry(TypedDict, total=False):
     """Keys of gpus.toml that are not fields of ``Gpu``, but describe its driver names and its usual node."""
 
-    nvml_names: list[str]
+    driver_names: list[str]
     usable_gib: float
     host_link: str
     inter_node_link: str

@@ -166,7 +166,7 @@ def _describe_gpu(pynvml: ModuleType, handle: object) -> Gpu:
     for known, entry in load_table("gpus").items():
         # Compare memory too: GPUs of one name exist with other memory sizes, and MIG slices and virtual GPUs
         # have the name of the whole GPU.
-        if name in entry["nvml_names"] and abs(memory / gpus[known].memory_bytes - 1) < 0.1:
+        if name in entry["driver_names"] and abs(memory / gpus[known].memory_bytes - 1) < 0.1:
             return gpus[known]
     capability = query_nvml(pynvml, lambda: pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     return Gpu(

@@ -191,7 +191,7 @@ class Kernels(Table[KernelRow]):
 def find_gpu(name: str | None) -> Gpu | None:
     """Return the catalogue's GPU with the driver's ``name``; None if it is not listed."""
     for known, entry in load_table("gpus").items():
-        if name is not None and name in entry.get("nvml_names", ()):
+        if name is not None and name in entry.get("driver_names", ()):
             return gpus[known]
     return None
 
