@@ -73,10 +73,14 @@ def test_fault_50_a_copied_run_with_malicious_metadata_is_not_resumed(tmp_path: 
         launch(plan, task, name="exp", folder=runs)
     assert f"resume={str(evil)!r}" in str(refused.value) and "another machine" in str(refused.value)
 
-    # Named by its path it is opened, with care.
+    # Named by its path it is opened, with care, unless its manifest shows that a file was cut off.
+    with pytest.raises(ValueError, match=r"\.metadata has"):
+        launch(plan, Pretrain(num_steps=4, resume=evil), name="named", folder=runs)
+    manifest = (evil / MANIFEST_FILE).rename(copied / MANIFEST_FILE)
     named = launch(plan, Pretrain(num_steps=4, resume=evil), name="named", folder=runs)
     assert named.wait() == "failed"
     assert ".metadata" in str(named.error) and "posix.system" in str(named.error)
+    manifest.rename(evil / MANIFEST_FILE)
 
     # Resume in the list of runs names what it does not take.
     status = [{"time": 1.0, "status": "failed", "reason": "as it says"}]

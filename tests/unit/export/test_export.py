@@ -364,6 +364,32 @@ def test_train_py_is_copied_and_imports_no_shardscope(framework: str, name: str)
     assert 150 <= len(text.splitlines()) <= 300
 
 
+@pytest.mark.parametrize("framework", FAMILIES)
+def test_train_py_ends_before_training_if_it_cannot_save(
+    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would log an error after the training, and save nothing, where ``--save`` is a file."""
+    script = import_script(framework)
+    build_small_plan(ss.Layout.ddp(), "1xcpu").export(tmp_path)
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--save", str(tmp_path / "plan.json")])
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    # Megatron-core's layouts have this degree.
+    monkeypatch.setattr(script, "read_plan", add_tensor_parallel(script.read_plan))
+    with pytest.raises(FileExistsError):
+        script.main()
+
+
+def add_tensor_parallel(read_plan: Callable[[], Any]) -> Callable[[], Any]:
+    def read() -> Any:
+        plan = read_plan()
+        plan.layout.tp = 1
+        return plan
+
+    return read
+
+
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed"])
 def test_train_py_applies_weight_decay_to_matrices_only(framework: str) -> None:
     torch = needs("torch")

@@ -146,6 +146,43 @@ def test_reads_deepspeed_options_of_an_accelerate_config(tmp_path: Path) -> None
     assert plan.recipe.precision == "fp16-mixed"
 
 
+def test_gradient_accumulation_steps_may_be_auto(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
+    text += "  zero_stage: 2\n  gradient_accumulation_steps: auto\n"
+    assert from_fsdp(tmp_path, text).recipe.global_batch_size == ss.Recipe().global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "key"),
+    [
+        ("DEEPSPEED", "parallelism_config", "parallelism_config_sp_size"),
+        ("MULTI_GPU", "parallelism_config", "parallelism_config_tp_size"),
+        ("MULTI_GPU", "fsdp_config", "fsdp_version"),
+        ("FSDP", "deepspeed_config", "zero_stage"),
+    ],
+)
+def test_sections_of_another_distributed_type_are_named(
+    kind: str, section: str, key: str, tmp_path: Path
+) -> None:
+    text = f"distributed_type: {kind}\nmixed_precision: bf16\n{section}:\n  {key}: 2\n"
+    text += "fsdp_config:\n  fsdp_version: 2\n" if kind == "FSDP" else ""
+    with pytest.warns(UserWarning, match=rf"{section} \(line 3\)"):
+        from_fsdp(tmp_path, text)
+
+
+def test_options_beside_a_deepspeed_config_file(tmp_path: Path) -> None:
+    """Accelerate stops at options that belong in DeepSpeed's JSON; other unread keys are named."""
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')
+    start = "distributed_type: DEEPSPEED\n"
+    section = "deepspeed_config:\n  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"
+    assert from_fsdp(tmp_path, start + section).layout == ss.Layout.zero(3)
+    for option, line in (("  zero_stage: 2\n", 5), ("mixed_precision: fp16\n", 5)):
+        with pytest.raises(ValueError, match=rf"line {line}, .*ds\.json"):
+            from_fsdp(tmp_path, start + section + option)
+    with pytest.warns(UserWarning, match=r"dynamo_config \(line 5\)"):
+        from_fsdp(tmp_path, start + section + "dynamo_config:\n  dynamo_backend: INDUCTOR\n")
+
+
 def test_resolves_auto_values_as_the_trainer_does(tmp_path: Path) -> None:
     recipe = ss.Recipe(precision="bf16")
     with pytest.warns(UserWarning, match=r"not understood.*optimizer.params \(line 7\)"):

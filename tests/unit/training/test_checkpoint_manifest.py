@@ -274,3 +274,24 @@ def test_pickled_ranges_of_tensor_files_are_hashed(tmp_path: Path) -> None:
     (path / "__0_0.distcp").write_bytes(content)
     with pytest.raises(UnsignedError, match=r"__0_0\.distcp was changed"):
         check_signed(path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty position"])
+def test_a_damaged_checkpoint_is_refused_before_ranks_start(damage: str, tmp_path: Path) -> None:
+    """Also one that the user names, whoever signed it; the fix is the newest intact one of the same run."""
+    plan = Plan(
+        models["gpt2"], Cluster.parse("2xcpu"), Recipe(seq_len=512, global_batch_size=2), Layout.ddp()
+    )
+    run = tmp_path / "runs" / "a"
+    older, path = save_checkpoint(run, steps=10), save_checkpoint(run, steps=20)
+    key_path().unlink()
+    Pretrain(resume=path).check(plan)
+    if damage == "missing":
+        (path / "__0_0.distcp").unlink()
+    elif damage == "truncated":
+        os.truncate(path / "__0_0.distcp", 7)
+    else:
+        os.truncate(path / "position.json", 0)
+    name = "position.json" if damage == "empty position" else "__0_0.distcp"
+    with pytest.raises(ValueError, match=rf"Pretrain\.resume.*{name}.*{older.name}"):
+        Pretrain(resume=path).check(plan)

@@ -12,6 +12,7 @@ from shardscope.core.errors import refuse
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
+from shardscope.frameworks.deepspeed.files.export import CLIPPED_TO
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.formats.accelerate_config import MIXED
 from shardscope.frameworks.formats.comment_fields import read_comment_fields
@@ -22,6 +23,7 @@ from shardscope.frameworks.formats.sidecar_files import (
     apply_to_recipe,
     build_plan,
     load_plan_parts,
+    warn_of_unread_keys,
 )
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 
@@ -33,10 +35,10 @@ if TYPE_CHECKING:
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 """Supported values of ``distributed_type``."""
-TOP_LEVEL = (
-    *("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu"),
-    *("fsdp_config", "parallelism_config", "deepspeed_config"),
-)
+TOP_LEVEL = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
+SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config")
+READ_SECTIONS = {"FSDP": SECTIONS[:2], "DEEPSPEED": SECTIONS[2:]}
+"""``distributed_type`` -> the sections that become part of a plan; the others are listed as unread."""
 OTHER_TOP_LEVEL: Mapping[str, object] = {
     "compute_environment": "LOCAL_MACHINE",
     "machine_rank": 0,
@@ -113,11 +115,21 @@ INLINE_DEEPSPEED = {
     "offload_param_nvme_path": ("offload_param", "nvme_path"),
 }
 """Keys of ``deepspeed_config`` that stand for a JSON's (accelerate/utils/dataclasses.py, DeepSpeedPlugin)."""
-OTHER_DEEPSPEED = (
-    *("deepspeed_multinode_launcher", "zero3_init_flag", "zero3_save_16bit_model", "gradient_clipping"),
-    *("deepspeed_moe_layer_cls_names", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
-    "deepspeed_inclusion_filter",
+STARTING_DEEPSPEED = ("deepspeed_multinode_launcher", "zero3_init_flag")
+"""Keys that say how ranks start and build the model, which an export writes; no step depends on them."""
+OTHER_DEEPSPEED: Mapping[str, object] = {
+    "gradient_clipping": CLIPPED_TO,
+    "zero3_save_16bit_model": None,
+    "deepspeed_moe_layer_cls_names": None,
+    "deepspeed_hostfile": None,
+    "deepspeed_exclusion_filter": None,
+    "deepspeed_inclusion_filter": None,
+}
+REFUSED_WITH_FILE = (
+    *("gradient_accumulation_steps", "gradient_clipping", "zero3_save_16bit_model", *INLINE_DEEPSPEED),
 )
+"""Keys of ``deepspeed_config`` for which accelerate raises an error beside a ``deepspeed_config_file``
+(accelerate/utils/dataclasses.py, ``_deepspeed_config_checks``); so does it for ``mixed_precision``."""
 
 
 def read(
@@ -129,7 +141,9 @@ def read(
     """Read a plan; see :meth:`shardscope.core.plan.Plan.from_accelerate`."""
     # ``accelerate launch`` reads both formats. An unknown key is an error: if misspelled, it has no effect.
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
-    document.check_keys((), TOP_LEVEL, OTHER_TOP_LEVEL)
+    read_sections = READ_SECTIONS.get(str(document.get("distributed_type")), ())
+    unread_sections: Mapping[str, object] = {name: {} for name in SECTIONS if name not in read_sections}
+    document.check_keys((), (*TOP_LEVEL, *read_sections), {**OTHER_TOP_LEVEL, **unread_sections})
     if document.get("distributed_type") is None:
         refuse(
             f"{document.name}, distributed_type", None, ", ".join(DISTRIBUTED_TYPES), "distributed_type: FSDP"
@@ -141,7 +155,10 @@ def read(
     if kind == "DEEPSPEED":
         path = _find_deepspeed_file(document, Path(file).expanduser())
         if path is not None:
-            return deepspeed.read_plan(path, architecture, cluster, recipe)
+            plan = deepspeed.read_plan(path, architecture, cluster, recipe)
+            # At the user's line, as that of the JSON's own keys.
+            warn_of_unread_keys(document, stacklevel=4)
+            return plan
         return _read_inline_deepspeed(document, parts)
 
     # An export lists the fields that the format lacks in a comment. A recipe of the caller or of plan.json
@@ -260,10 +277,14 @@ def _find_deepspeed_file(document: Document, file: Path) -> Path | None:
     """Return the JSON that the configuration names; None if DeepSpeed's options are inline."""
     part = "deepspeed_config"
     keys = (part, "deepspeed_config_file")
-    document.check_keys((part,), (keys[1], "gradient_accumulation_steps", *INLINE_DEEPSPEED), OTHER_DEEPSPEED)
+    planned = (keys[1], "gradient_accumulation_steps", *INLINE_DEEPSPEED, *STARTING_DEEPSPEED)
+    document.check_keys((part,), planned, OTHER_DEEPSPEED)
     name = document.get(*keys)
     if name is None:
         return None
+    for repeated in (*((part, key) for key in REFUSED_WITH_FILE), ("mixed_precision",)):
+        if document.get(*repeated) is not None:
+            document.refuse(repeated, f"nothing: it belongs in {name}, and accelerate stops", "leave it out")
     if not isinstance(name, str):
         document.refuse(keys, "the path of a JSON file", "'ds_config.json'")
     path = file.parent / name
@@ -286,14 +307,17 @@ def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
         device = document.read_choice(part, key, among=("none", "cpu", "nvme"))
         layout_fields[field] = ((part, key), None if device == "none" else device)
     # The file has the micro-batches of a rank, the recipe the global batch: the cluster converts them.
-    steps = document.read_number(part, "gradient_accumulation_steps", low=1, high=2**24)
+    # "auto", the plugin's default, is the number that the script passes to Accelerator.
+    steps_keys = (part, "gradient_accumulation_steps")
+    is_auto = document.get(*steps_keys) == "auto"
+    steps = None if is_auto else document.read_number(*steps_keys, low=1, high=2**24)
     global_batch_size = None
     if steps is not None and parts.cluster is not None:
         num_data_ranks = parts.cluster.num_gpus // (layout.tp * layout.pp)
         global_batch_size = parts.recipe.micro_batch_size * steps * num_data_ranks
     recipe_fields: FileFields = {
         "precision": (("mixed_precision",), _read_precision(document, parts.recipe)),
-        "global_batch_size": ((part, "gradient_accumulation_steps"), global_batch_size),
+        "global_batch_size": (steps_keys, global_batch_size),
     }
     return build_plan(
         parts,

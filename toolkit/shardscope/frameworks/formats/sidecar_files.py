@@ -124,15 +124,20 @@ def build_plan(
     architecture, cluster = parts.require_architecture(document.name), parts.require_cluster(document.name)
     with locate_errors(document, file_fields):
         plan = Plan(architecture, cluster, recipe, layout)
-    # Keys that are valid for the other tool but not part of a plan: a warning and no error.
+    # Attributed to the line that calls Plan.from_accelerate or one of its siblings, through the framework's
+    # reader.
+    warn_of_unread_keys(document, stacklevel=5)
+    return plan
+
+
+def warn_of_unread_keys(document: Document, stacklevel: int) -> None:
+    """Warn of keys that are valid for the other tool but not part of a plan, if there are any."""
     unread = document.list_unread_keys()
     if unread:
         warnings.warn(
             f"{document.name}: not understood, and so not in the plan: {', '.join(unread)}",
-            # The line that calls Plan.from_accelerate or one of its siblings, through the framework's reader.
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
-    return plan
 
 
 @contextmanager

@@ -197,6 +197,27 @@ def check_signed(checkpoint: Path) -> SignedRun:
     return SignedRun(name=run["name"], created=run["created"])
 
 
+def find_damage(checkpoint: Path) -> str | None:
+    """Return the first file that is missing or has fewer bytes than when it was saved, as a clause.
+
+    Return None if there is none, or no manifest that can be read. Compares sizes only, without the key: for
+    checkpoints that another user or machine saved.
+    """
+    record = read_json(checkpoint / MANIFEST_FILE) or {}
+    files = record.get("files")
+    for name, entry in files.items() if isinstance(files, dict) else ():
+        saved_bytes = entry.get("bytes") if isinstance(entry, dict) else None
+        # Names of a foreign manifest must not lead out of the checkpoint.
+        if not isinstance(saved_bytes, int) or Path(name).is_absolute() or ".." in Path(name).parts:
+            continue
+        path = checkpoint / name
+        if not path.is_file():
+            return f"its file {name} is missing"
+        if (size := path.stat().st_size) < saved_bytes:
+            return f"its file {name} has {size:,} of the {saved_bytes:,} bytes that were saved"
+    return None
+
+
 def sign_record(record: Mapping[str, object]) -> str:
     """Return the HMAC of a record of a run that this user's later launches rely on.
 

@@ -36,6 +36,8 @@ from shardscope.training.checkpoints.choice import (
     choose_for_rank,
     find_checkpoint,
 )
+from shardscope.training.checkpoints.folders import list_checkpoints
+from shardscope.training.checkpoints.manifest import find_damage
 from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.data.windows import check_text_length
@@ -489,10 +491,14 @@ def check_loads(
 ) -> list[str]:
     """Raise ``ValueError`` naming ``field`` if ``checkpoint`` cannot be loaded under ``plan``.
 
-    Causes are another model, another framework's format, a different number of ranks if the format depends on
-    it, or adapters of another base: the preflight findings of severity "danger" for a resumed run. Return its
-    warnings as text. ``seed`` and ``frozen_base`` are those of the resuming task.
+    Causes are a damaged file, and another model, another framework's format, a different number of ranks if
+    the format depends on it, or adapters of another base: the preflight findings of severity "danger" for a
+    resumed run. Return its warnings as text. ``seed`` and ``frozen_base`` are those of the resuming task.
     """
+    if (damage := find_damage(checkpoint)) is not None:
+        intact = [path for path in list_checkpoints(checkpoint.parent.parent) if find_damage(path) is None]
+        fix = f"resume={str(intact[-1])!r}" if intact else "another checkpoint, or resume=False"
+        refuse(field, str(checkpoint), f"a checkpoint with all of its files: {damage}", fix)
     # The checks of the preflight, on the three facts that they read of a task.
     task = _ResumingTask(resume_from=checkpoint, seed=seed, frozen_base=frozen_base)
     findings = list(check_resumed_checkpoint(Case(plan=plan, task=task)))

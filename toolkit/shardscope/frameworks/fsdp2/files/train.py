@@ -250,6 +250,8 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != planned:
         raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
+    if options.save and rank == 0:
+        Path(options.save).mkdir(parents=True, exist_ok=True)  # fails now, not after the training
     on_gpu = cluster.gpu.vendor != "cpu"
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
@@ -258,8 +260,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
     # The optimizer's state is sharded as the parameters are.
-    model = build_sharded(plan, options.model, device)
-    model.train()
+    model = build_sharded(plan, options.model, device).train()
     optimizer = build_optimizer(model, recipe.optimizer)
 
     # Each rank trains on its own part of every batch, and has its own dropout masks.
@@ -284,9 +285,8 @@ def main() -> None:
 
     # Save: all ranks all-gather the weights, tensor by tensor, into the first rank's host memory.
     if options.save:
-        weights = get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=whole)
         if model.config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)  # it is the embedding
         if rank == 0:

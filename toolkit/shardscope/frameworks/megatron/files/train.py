@@ -220,6 +220,8 @@ def main() -> None:
     local_rank, planned = int(os.environ["LOCAL_RANK"]), cluster.gpus_per_node * cluster.num_nodes
     if world_size != planned:
         raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
+    if options.save and rank == 0:
+        Path(options.save).mkdir(parents=True, exist_ok=True)  # fails now, not after the training
     on_gpu = cluster.gpu.vendor != "cpu"
     device = torch.device(f"cuda:{local_rank}" if on_gpu else "cpu")
     if on_gpu:
