@@ -48,6 +48,7 @@ def find_advice(plan: ss.Plan) -> str:
         ("mixtral-8x7b", ss.Layout.megatron(tp=4, pp=2, vpp=16), False),
         ("llama-3.1-8b", ss.Layout.megatron(tp=4, pp=2, vpp=2), False),
         ("llama-3.1-8b", ss.Layout.megatron(tp=4, pp=2), True),
+        ("llama-3.2-3b", ss.Layout.megatron(pp=8), False),
         ("llama-3.1-8b", ss.Layout.megatron(overlap_grad_reduce=True), False),
         ("llama-3.1-8b", ss.Layout.zero(3, offload_optimizer="nvme", offload_params="nvme", **NVME), True),
         ("llama-3.1-8b", ss.Layout.zero(3, zero_hpz_partition_size=8), True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from math import gcd
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Fix, refuse
@@ -112,6 +113,15 @@ def _check_megatron(plan: Plan) -> None:
             plan.degrees.vpp,
             "1 for a Script: Accelerate has no option for an interleaved schedule",
             {"vpp": 1},
+        )
+    layers, pp = plan.architecture.num_hidden_layers, plan.degrees.pp
+    if layers % pp:
+        refuse(
+            "Layout.pp",
+            pp,
+            f"a divisor of the {layers} layers for a Script: Accelerate has no option for stages that have "
+            "other numbers of layers",
+            {"pp": gcd(layers, pp)},
         )
     _check_plugin_fields(plan)
 
