@@ -62,6 +62,8 @@ def make_plan(cluster: str) -> ss.Plan:
         ({"extra": {"qos": "high"}}, "Slurm.extra"),
         ({"extra": {"mem": 1.5}}, "Slurm.extra['mem']"),
         ({"extra": {"mem": "1\n2"}}, "Slurm.extra['mem']"),
+        ({"extra": {"exclude": ["n1", "n2"]}}, "Slurm.extra['exclude']"),
+        ({"extra": {"exclusive": False}}, "Slurm.extra['exclusive']"),
     ],
 )
 def test_invalid_fields_raise(fields: dict[str, Any], field: str) -> None:
@@ -118,6 +120,24 @@ def test_importing_shardscope_imports_no_submitit() -> None:
 def test_lines_of_scontrol_are_parsed() -> None:
     (record,) = parse_records(JOB_LINE)
     assert record["Reason"] == "Resources" and record["Command"] == "/a b/c" and record["NodeList"] == ""
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:8", (("", 8),)),
+        ("gpu:a100:8(S:0-1),nvme:2", (("a100", 8),)),
+        # Types that begin with a digit.
+        ("gpu:4090:8", (("4090", 8),)),
+        ("gpu:2080ti:4(S:0-1)", (("2080ti", 4),)),
+        ("shard:16,gpu:h100:4,gpu:1g.10gb:7", (("h100", 4), ("1g.10gb", 7))),
+        ("(null)", ()),
+    ],
+)
+def test_gpus_of_a_node_are_read_as_slurm_writes_them(gres: str, gpus: tuple[tuple[str, int], ...]) -> None:
+    record = {"NodeName": "n1", "Partitions": "main", "Gres": gres}
+    (node,) = slurm_submission.select_nodes([record], "main")
+    assert node.gpus == gpus
 
 
 def test_fault_77_an_allocation_around_the_kernel_is_not_passed_on() -> None:
@@ -376,6 +396,26 @@ def test_a_path_with_another_percent_sign_is_submitted(commands: Path, tmp_path:
         make_plan("2x1xcpu"), print, on=ss.Slurm(), name="lr 50%", folder=tmp_path / "runs", force=True
     )
     assert "job 7" in run.target
+
+
+@pytest.mark.parametrize(
+    ("message", "causes"),
+    [
+        ("sbatch: error: No project given\nsbatch: error: Batch job submission failed: Unspecified error", 2),
+        ("sbatch: unrecognized option '--memm=4G'\nTry \"sbatch --help\" for more information", 1),
+    ],
+)
+def test_a_refused_job_raises_all_that_sbatch_names(
+    message: str, causes: int, commands: Path, tmp_path: Path
+) -> None:
+    """The last line alone is general: a site's own check of a job names the cause before it."""
+    (tmp_path / "message").write_text(message + "\n")
+    write_command(commands, "sbatch", f"cat {tmp_path}/message >&2\nexit 1\n")
+    with pytest.raises(FieldError) as refused:
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), folder=tmp_path / "runs", force=True)
+    for line in message.splitlines()[:causes]:
+        assert line.removeprefix("sbatch: ").removeprefix("error: ") in str(refused.value)
+    assert "--help" not in str(refused.value) and "sbatch:" not in str(refused.value)
 
 
 def test_an_id_that_cannot_be_written_raises_the_cause(
