@@ -19,6 +19,7 @@ from tests.requirements import skip_without
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
+from shardscope.machine.processes import identify_machine
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
 from shardscope.runs.backends import end_notice, job_watch, node_process, nodes, slurm_job, slurm_submission
@@ -218,11 +219,12 @@ def test_a_silent_node_is_lost_and_an_ended_one_is_not(
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     peers, others = Peers(first), Peers(second)
-    peers.look()
-    others.look()
-    now[0] += 19
+    for _ in range(20):
+        peers.look()
+        others.look()
+        now[0] += 1
     assert peers.describe_lost() == "" and not peers.is_every_end_known()
-    now[0] += 2
+    now[0] += 1
     peers.look()
     assert peers.describe_lost() == "node 1 (n1) is lost: no sign of it for 21 s"
     assert others.describe_lost() == "node 0 (n0) is lost: no sign of it for 21 s"
@@ -231,6 +233,48 @@ def test_a_silent_node_is_lost_and_an_ended_one_is_not(
     assert peers.describe_lost() == "" and peers.is_every_end_known()
     failed = peers.find_failed()
     assert failed is not None and (failed.node, failed.status) == (1, "failed")
+
+
+def test_a_node_is_not_lost_while_the_job_is_suspended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Slurm stops the processes on all nodes, and the first that runs again must not end the run."""
+    first, _ = make_nodes(tmp_path)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    peers = Peers(first)
+    peers.look()
+    now[0] += 3600
+    peers.look()
+    assert peers.describe_lost() == "" and not peers.is_every_end_known()
+    for _ in range(21):
+        now[0] += 1
+        peers.look()
+    assert "node 1 (n1) is lost" in peers.describe_lost()
+
+
+def test_a_node_on_which_slurm_starts_no_process_is_lost_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run folder is not visible there, so that its Slurm cannot open the logs."""
+    first, second = make_nodes(tmp_path)
+    second.supervisor.unlink()
+    second.node_json.unlink()
+    commands = tmp_path / "bin"
+    write_command(commands, "scontrol", "echo n7; echo n9\n")
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    peers = Peers(first)
+    (first.path / "slurm").mkdir()
+    (first.path / "slurm" / "7_0_log.err").write_text(
+        "module: command not found\nsrun: error: task 1 launch failed: Slurmd could not connect IO\n"
+    )
+    now[0] += 6
+    peers.look()
+    lost = peers.describe_lost()
+    assert "node 1" in lost and "on n9" in lost and "Slurmd could not connect IO" in lost
+    assert str(first.path) in lost and peers.is_every_end_known() and peers.list_lost_names() == ["n9"]
 
 
 def test_nodes_have_ranks_and_files_of_their_own(tmp_path: Path) -> None:
@@ -293,6 +337,22 @@ def test_status_before_a_node_has_started(
     while run.reason == "job 7":  # Slurm is asked in a thread.
         pass
     assert run.status == status and text in run.reason
+
+
+def test_a_suspended_job_is_named_and_its_run_is_not_ending(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_queued_run(tmp_path)
+    folder.set_status("running", "2 ranks at work")
+    node = NodeFolder(folder.path, 0, 2)
+    node.create_own()
+    # A process of this machine that is gone; on another machine a heartbeat that does not come.
+    write_json(node.supervisor, {"pid": 2**30, "started": 1.0, "machine": identify_machine()})
+    job = Job("SUSPENDED", "", "", "n[1-2]", preempted=False, requeues=True)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: job)
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: "suspended job 7" in run.reason)
+    assert run.status == "running"
 
 
 def test_slurm_is_asked_again_after_every_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
