@@ -72,6 +72,17 @@ def test_two_ranks_on_each_node(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
 
 
 @every_case()
+def test_a_job_that_waits_is_profiled_when_it_starts(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    target = ss.Slurm(extra={"begin": "now+10"})
+    run = ss.launch(make_plan("2x1xcpu"), ss.Pretrain(num_steps=6), folder=tmp_path, on=target)
+    wait_for(lambda: run.status == "queued" and "job" in run.reason, 60)
+    assert run.profile(2, ranks=[1], shapes=True) == 1
+    assert run.wait(180) == "finished", run.reason
+    assert run.trace().steps().to_frame().groupby("rank")["step"].nunique().to_dict() == {1: 2}
+    assert_nothing_is_left(run, slurm)
+
+
+@every_case()
 def test_a_live_run_on_two_nodes_is_profiled_on_both(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
     run = launch_endless(slurm, tmp_path)
     assert ss.Run.attach(run.folder).profile(3) == 1

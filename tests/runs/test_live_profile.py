@@ -94,7 +94,7 @@ def test_live_run_is_profiled_and_trains_on_with_the_same_losses(framework: str,
     with pytest.raises(ValueError, match="recording is 0; allowed: recordings of this run: 1, 2"):
         run.trace(0)
     with pytest.raises(
-        ValueError, match="a run that is finished'; allowed: a run that is starting or running"
+        ValueError, match="a run that is finished'; allowed: a run that is queued, starting or running"
     ):
         run.profile()
     assert ss.Run.attach(run.folder).trace(1).ranks == [0, 1]

@@ -308,13 +308,21 @@ def test_a_run_on_a_cluster_outlives_a_launch_that_waits(
         (
             [
                 *("--on", "slurm", "--partition", "debug", "--time", "30", "--setup", "module load a"),
-                *("--setup", "b", "--extra", "mem=4G", "cpus-per-task=2"),
+                *("--setup", "b", "--extra", "mem=4G", "cpus-per-task=2", "exclusive"),
+                *("nodelist=node[01-03,07]", "begin=16:00", "mail-type=NONE"),
             ],
             ss.Slurm(
                 partition="debug",
                 time=30,
                 setup=["module load a", "b"],
-                extra={"mem": "4G", "cpus_per_task": 2},
+                extra={
+                    "mem": "4G",
+                    "cpus_per_task": 2,
+                    "exclusive": True,
+                    "nodelist": "node[01-03,07]",
+                    "begin": "16:00",
+                    "mail_type": "NONE",
+                },
             ),
         ),
         (

@@ -243,6 +243,9 @@ def test_launch_commands_on_several_nodes_have_rendezvous_arguments(tmp_path: Pa
     assert arguments[arguments.index("--nproc-per-node") + 1] == "8"
     assert arguments[arguments.index("--rdzv-endpoint") + 1] == "node-0:29500"
     assert arguments[-3:] == ["train.py", "--steps", "3 4"]
+    # A second job on these nodes: at one endpoint the ranks of both would become one job.
+    arguments = list_launcher_arguments(tmp_path, "torchrun.sh", HEAD_NODE="node-0", MASTER_PORT="29511")
+    assert arguments[arguments.index("--rdzv-endpoint") + 1] == "node-0:29511"
     with pytest.raises(RuntimeError, match="all 4 nodes"):
         list_launcher_arguments(tmp_path, "torchrun.sh")
     script = tmp_path / "bin" / "mine.py"

@@ -19,6 +19,7 @@ from tests.requirements import skip_without
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
+from shardscope.machine.processes import identify_machine
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
 from shardscope.runs.backends import end_notice, job_watch, node_process, nodes, slurm_job, slurm_submission
@@ -62,6 +63,8 @@ def make_plan(cluster: str) -> ss.Plan:
         ({"extra": {"qos": "high"}}, "Slurm.extra"),
         ({"extra": {"mem": 1.5}}, "Slurm.extra['mem']"),
         ({"extra": {"mem": "1\n2"}}, "Slurm.extra['mem']"),
+        ({"extra": {"exclude": ["n1", "n2"]}}, "Slurm.extra['exclude']"),
+        ({"extra": {"exclusive": False}}, "Slurm.extra['exclusive']"),
     ],
 )
 def test_invalid_fields_raise(fields: dict[str, Any], field: str) -> None:
@@ -118,6 +121,24 @@ def test_importing_shardscope_imports_no_submitit() -> None:
 def test_lines_of_scontrol_are_parsed() -> None:
     (record,) = parse_records(JOB_LINE)
     assert record["Reason"] == "Resources" and record["Command"] == "/a b/c" and record["NodeList"] == ""
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:8", (("", 8),)),
+        ("gpu:a100:8(S:0-1),nvme:2", (("a100", 8),)),
+        # Types that begin with a digit.
+        ("gpu:4090:8", (("4090", 8),)),
+        ("gpu:2080ti:4(S:0-1)", (("2080ti", 4),)),
+        ("shard:16,gpu:h100:4,gpu:1g.10gb:7", (("h100", 4), ("1g.10gb", 7))),
+        ("(null)", ()),
+    ],
+)
+def test_gpus_of_a_node_are_read_as_slurm_writes_them(gres: str, gpus: tuple[tuple[str, int], ...]) -> None:
+    record = {"NodeName": "n1", "Partitions": "main", "Gres": gres}
+    (node,) = slurm_submission.select_nodes([record], "main")
+    assert node.gpus == gpus
 
 
 def test_fault_77_an_allocation_around_the_kernel_is_not_passed_on() -> None:
@@ -198,11 +219,12 @@ def test_a_silent_node_is_lost_and_an_ended_one_is_not(
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     peers, others = Peers(first), Peers(second)
-    peers.look()
-    others.look()
-    now[0] += 19
+    for _ in range(20):
+        peers.look()
+        others.look()
+        now[0] += 1
     assert peers.describe_lost() == "" and not peers.is_every_end_known()
-    now[0] += 2
+    now[0] += 1
     peers.look()
     assert peers.describe_lost() == "node 1 (n1) is lost: no sign of it for 21 s"
     assert others.describe_lost() == "node 0 (n0) is lost: no sign of it for 21 s"
@@ -211,6 +233,48 @@ def test_a_silent_node_is_lost_and_an_ended_one_is_not(
     assert peers.describe_lost() == "" and peers.is_every_end_known()
     failed = peers.find_failed()
     assert failed is not None and (failed.node, failed.status) == (1, "failed")
+
+
+def test_a_node_is_not_lost_while_the_job_is_suspended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Slurm stops the processes on all nodes, and the first that runs again must not end the run."""
+    first, _ = make_nodes(tmp_path)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    peers = Peers(first)
+    peers.look()
+    now[0] += 3600
+    peers.look()
+    assert peers.describe_lost() == "" and not peers.is_every_end_known()
+    for _ in range(21):
+        now[0] += 1
+        peers.look()
+    assert "node 1 (n1) is lost" in peers.describe_lost()
+
+
+def test_a_node_on_which_slurm_starts_no_process_is_lost_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run folder is not visible there, so that its Slurm cannot open the logs."""
+    first, second = make_nodes(tmp_path)
+    second.supervisor.unlink()
+    second.node_json.unlink()
+    commands = tmp_path / "bin"
+    write_command(commands, "scontrol", "echo n7; echo n9\n")
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    peers = Peers(first)
+    (first.path / "slurm").mkdir()
+    (first.path / "slurm" / "7_0_log.err").write_text(
+        "module: command not found\nsrun: error: task 1 launch failed: Slurmd could not connect IO\n"
+    )
+    now[0] += 6
+    peers.look()
+    lost = peers.describe_lost()
+    assert "node 1" in lost and "on n9" in lost and "Slurmd could not connect IO" in lost
+    assert str(first.path) in lost and peers.is_every_end_known() and peers.list_lost_names() == ["n9"]
 
 
 def test_nodes_have_ranks_and_files_of_their_own(tmp_path: Path) -> None:
@@ -273,6 +337,22 @@ def test_status_before_a_node_has_started(
     while run.reason == "job 7":  # Slurm is asked in a thread.
         pass
     assert run.status == status and text in run.reason
+
+
+def test_a_suspended_job_is_named_and_its_run_is_not_ending(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_queued_run(tmp_path)
+    folder.set_status("running", "2 ranks at work")
+    node = NodeFolder(folder.path, 0, 2)
+    node.create_own()
+    # A process of this machine that is gone; on another machine a heartbeat that does not come.
+    write_json(node.supervisor, {"pid": 2**30, "started": 1.0, "machine": identify_machine()})
+    job = Job("SUSPENDED", "", "", "n[1-2]", preempted=False, requeues=True)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: job)
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: "suspended job 7" in run.reason)
+    assert run.status == "running"
 
 
 def test_slurm_is_asked_again_after_every_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -376,6 +456,26 @@ def test_a_path_with_another_percent_sign_is_submitted(commands: Path, tmp_path:
         make_plan("2x1xcpu"), print, on=ss.Slurm(), name="lr 50%", folder=tmp_path / "runs", force=True
     )
     assert "job 7" in run.target
+
+
+@pytest.mark.parametrize(
+    ("message", "causes"),
+    [
+        ("sbatch: error: No project given\nsbatch: error: Batch job submission failed: Unspecified error", 2),
+        ("sbatch: unrecognized option '--memm=4G'\nTry \"sbatch --help\" for more information", 1),
+    ],
+)
+def test_a_refused_job_raises_all_that_sbatch_names(
+    message: str, causes: int, commands: Path, tmp_path: Path
+) -> None:
+    """The last line alone is general: a site's own check of a job names the cause before it."""
+    (tmp_path / "message").write_text(message + "\n")
+    write_command(commands, "sbatch", f"cat {tmp_path}/message >&2\nexit 1\n")
+    with pytest.raises(FieldError) as refused:
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), folder=tmp_path / "runs", force=True)
+    for line in message.splitlines()[:causes]:
+        assert line.removeprefix("sbatch: ").removeprefix("error: ") in str(refused.value)
+    assert "--help" not in str(refused.value) and "sbatch:" not in str(refused.value)
 
 
 def test_an_id_that_cannot_be_written_raises_the_cause(

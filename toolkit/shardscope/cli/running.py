@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from shardscope.cli.plan_options import (
     FIELDS_METAVAR,
     add_plan_options,
     build_task,
-    parse_fields,
     parse_value,
     read_plan,
 )
@@ -81,7 +80,11 @@ def add_commands(commands: Commands) -> None:
         help="shell line before Python; may be repeated",
     )
     group.add_argument(
-        "--extra", nargs="+", default=[], metavar="OPTION=VALUE", help="other options of sbatch: mem=64G"
+        "--extra",
+        nargs="+",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="other options of sbatch: mem=64G exclusive",
     )
     group.add_argument("--address", help="ss.Ray(address=...); default: RAY_ADDRESS, or this machine's Ray")
     group.add_argument("--runtime-env", metavar="JSON", help='ss.Ray(runtime_env=...): {"env_vars": {...}}')
@@ -166,14 +169,28 @@ def _build_target(options: argparse.Namespace) -> Slurm | Ray | None:
     if "time" in given and str(given["time"]).isdecimal():
         given["time"] = int(given["time"])
     if options.extra:
-        # sbatch spells its options with dashes, ss.Slurm(extra=...) as names of Python.
-        words = [word.partition("=") for word in options.extra]
-        given["extra"] = parse_fields(
-            "--extra", [f"{name.replace('-', '_')}={value}" for name, _, value in words]
-        )
+        given["extra"] = _parse_sbatch_options(options.extra)
     if "runtime_env" in given:
         given["runtime_env"] = parse_value(given["runtime_env"])
     return {"slurm": ss.Slurm, "ray": ss.Ray}[options.on](**given) if options.on else None
+
+
+def _parse_sbatch_options(words: Sequence[str]) -> dict[str, str | int | bool]:
+    """Return ``["mem=64G", "exclusive"]`` as ``ss.Slurm(extra=...)``, which checks it.
+
+    The text is sbatch's own, which has commas and brackets: ``nodelist=node[01-03,07]``.
+    """
+    fields: dict[str, str | int | bool] = {}
+    for word in words:
+        # sbatch spells its options with dashes, ss.Slurm(extra=...) as names of Python.
+        name, has_value, text = word.partition("=")
+        name = name.replace("-", "_")
+        if name in fields:
+            refuse("--extra", word, f"each option once; {name} is there twice", f"leave {word} out")
+        flags = {"true": True, "false": False}
+        value = flags.get(text.lower(), text) if has_value else True
+        fields[name] = int(value) if isinstance(value, str) and value.isdecimal() else value
+    return fields
 
 
 def list_runs(options: argparse.Namespace) -> int:

@@ -24,7 +24,8 @@ from shardscope.training.recording import (
 if TYPE_CHECKING:
     from shardscope.runs.run import Run
 
-LIVE = frozenset({"starting", "running"})
+LIVE = frozenset({"queued", "starting", "running"})
+"""Statuses of a run that obeys a request: ranks that start later read it before their first step."""
 COSTS = {
     "plain": 1.10,
     "shapes": 1.09,
@@ -88,7 +89,7 @@ def check_can_record(run: Run) -> None:
         refuse(
             "run.profile",
             f"a request to a run that is {status}",
-            "a run that is starting or running",
+            "a run that is queued, starting or running",
             "ss.launch(run.plan, task) again, and run.profile() while it trains",
         )
     if not run.trains_the_plan and not marks_steps(RunFolder(run.folder), run.world_size):

@@ -415,12 +415,13 @@ class Run:
         memory: bool = False,
         modules: bool = False,
     ) -> int:
-        """Request a recording of the next steps of this live run; return its number at once.
+        """Request a recording of the next steps of this run; return its number at once.
 
         After one more step the ranks record ``num_steps`` (1 to 1,000) with torch.profiler, all of them or
         only ``ranks``, and train on; :meth:`trace` then opens the recording. Each option records more, and
         slows the recorded steps down: the operators' input ``shapes``, Python ``stacks`` (which
         ``trace.modules()`` needs), each allocation (``memory``), and a range for each layer (``modules``).
+        A run that waits in a queue records its first steps but one.
         For tasks that train the plan, and functions that read ``ctx.should_stop`` once a step. Raises
         ``ValueError`` if the run or its task cannot be recorded now, ``OSError`` if the folder cannot be
         written.

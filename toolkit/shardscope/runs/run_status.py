@@ -79,7 +79,7 @@ class RunStatus:
                 elif reason is not None and isinstance(self._job, JobWatch):
                     by_job = self._job.describe_without_lead(self._folder.attempt)
                     if by_job is not None:
-                        return by_job or self._last_transition
+                        return by_job if "status" in by_job else {**self._last_transition, **by_job}
             except OSError as error:
                 return self._mark_outdated(error)
             if reason is None:

@@ -10,7 +10,13 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.core.errors import Value, refuse
 from shardscope.records.folder import FINAL
-from shardscope.runs.profiling_request import COSTS, COSTS_SOURCE, RecordingState, read_recording_state
+from shardscope.runs.profiling_request import (
+    COSTS,
+    COSTS_SOURCE,
+    LIVE,
+    RecordingState,
+    read_recording_state,
+)
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.fold import Fold
 
@@ -77,7 +83,7 @@ class RecordingPanel(widgets.VBox):
         state = read_recording_state(run)
         self.layout.display = ""
         is_busy = state is not None and not state.is_finished
-        self.button.disabled = is_busy or status not in ("starting", "running")
+        self.button.disabled = is_busy or status not in LIVE
         is_written = state is not None and state.is_finished and state.num_written > 0
         self.open_button.layout.display = "" if is_written and self._on_open_trace is not None else "none"
         if is_busy:

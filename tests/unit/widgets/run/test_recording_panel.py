@@ -62,6 +62,15 @@ def test_button_requests_a_recording_and_the_row_follows_it(run: RecordedRun) ->
     assert wait_until(lambda: panel.layout.display == "none")
 
 
+def test_run_that_waits_in_a_queue_takes_a_request(run: RecordedRun) -> None:
+    run.status = "queued"
+    view = RunView(run)  # type: ignore[arg-type]
+    panel = view.recording
+    assert panel is not None and wait_until(lambda: panel.layout.display == "" and not panel.button.disabled)
+    panel.button.click()
+    assert [command["command"] for command in read_lines(RunFolder(run.folder).control)] == ["profile"]
+
+
 def test_refused_request_is_shown_as_text(run: RecordedRun) -> None:
     view = RunView(run)  # type: ignore[arg-type]
     panel = view.recording

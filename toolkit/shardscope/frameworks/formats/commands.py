@@ -93,10 +93,12 @@ def build_torchrun_arguments(plan: Plan) -> tuple[str, str]:
     per_node = plan.cluster.gpus_per_node
     if plan.cluster.num_nodes == 1:
         return f"--standalone --nnodes 1 --nproc-per-node {per_node}", ""
-    # The id tells jobs apart that meet at one endpoint; torchrun's default is the same for all ("none").
+    # The id tells jobs of different models apart that meet at one endpoint; torchrun's default is the same
+    # for all ("none"). Two of one model would become one job of mixed ranks: the port tells them apart.
+    endpoint = f'"$HEAD_NODE:${{MASTER_PORT:-{PORT}}}"'
     return (
         f"--nnodes {plan.cluster.num_nodes} --nproc-per-node {per_node} --rdzv-backend c10d "
-        f'--rdzv-endpoint "$HEAD_NODE:{PORT}" --rdzv-id {make_shell_safe(plan.architecture.name)}',
+        f"--rdzv-endpoint {endpoint} --rdzv-id {make_shell_safe(plan.architecture.name)}",
         f': "${{HEAD_NODE:?the name of one node; run this on all {plan.cluster.num_nodes} nodes}}"\n',
     )
 
@@ -105,7 +107,12 @@ def _render_torchrun(plan: Plan, program: str, needs: str, environment: str) -> 
     # One torchrun on each node, which starts the node's ranks; HEAD_NODE is the meeting point of all.
     arguments, checks = build_torchrun_arguments(plan)
     nodes = plan.cluster.num_nodes
-    each_node = f"Run it on each of the {nodes} nodes; HEAD_NODE names one of them." if nodes > 1 else ""
+    each_node = (
+        f"Run it on each of the {nodes} nodes; HEAD_NODE names one of them. Jobs with the same HEAD_NODE "
+        "need a MASTER_PORT each."
+        if nodes > 1
+        else ""
+    )
     sentences = [sentence for sentence in (each_node, needs) if sentence]
     return (
         SHELL

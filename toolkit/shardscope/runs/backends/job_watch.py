@@ -80,7 +80,7 @@ class JobWatch:
     def describe_without_lead(self, attempt: int) -> dict[str, object] | None:
         """Return the status of a run whose node 0 is gone without a word; None if its job has ended.
 
-        An empty status: as recorded, until Slurm has answered.
+        Without a status: as recorded, until Slurm has answered or while the job is suspended.
         """
         job_id = read_job_id(self._folder)
         if job_id is None:
@@ -90,6 +90,8 @@ class JobWatch:
             return {}
         if job is None or not job.is_live:
             return None
+        if job.state == "SUSPENDED":
+            return {"reason": f"Slurm has suspended job {job_id}; it trains on when Slurm resumes it"}
         if job.restarts >= attempt:
             return describe_live_job(job_id, job, f"attempt {attempt} ended without notice; ")
         if not job.requeues:

@@ -61,7 +61,7 @@ class Slurm:
 
     def __post_init__(self) -> None:
         for name in ("partition", "account", "qos"):
-            _check_text(name, getattr(self, name), NAME, "a name without blanks, or None", "main")
+            _check_text(name, getattr(self, name), NAME, "one name without blanks, or None", "main")
         _check_text("constraint", self.constraint, CONSTRAINT, "node features, or None", "a100")
         if self.time is not None:
             parse_minutes(self.time)
@@ -112,7 +112,10 @@ class Slurm:
             if value is True or (isinstance(value, int) and not isinstance(value, bool)):
                 continue
             if not isinstance(value, str):
-                refuse(f"Slurm.extra[{name!r}]", value, "text, a whole number or True", Value(str(value)))
+                # sbatch's lists have commas.
+                text = ",".join(map(str, value)) if isinstance(value, list | tuple | set) else str(value)
+                nearest = f"leave {name} out" if value is False or value is None else Value(text)
+                refuse(f"Slurm.extra[{name!r}]", value, "text, a whole number or True", nearest)
             _check_line(f"extra[{name!r}]", value)
         object.__setattr__(self, "extra", MappingProxyType(dict(self.extra)))
 

@@ -52,9 +52,11 @@ UNUSABLE_FLAGS = frozenset({
     "NOT_RESPONDING",
 })  # fmt: skip
 """Parts of the state of a node that starts no job until somebody has repaired or resumed it (scontrol(1))."""
-GRES_GPU = re.compile(r"gpu(?::([A-Za-z][^:(,]*))?:(\d+)")
-"""GPUs of a node in Slurm's spelling: ``gpu:a100:8(S:0-1)`` or ``gpu:8``."""
+GRES_GPU = re.compile(r"(?:^|,)gpu(?::([^:(,]+))?:(\d+)(?=[(,]|$)")
+"""GPUs of a node in Slurm's spelling: ``gpu:a100:8(S:0-1)`` or ``gpu:8``. A type may begin with a digit:
+``gpu:4090:8``, ``gpu:1g.10gb:7``."""
 
+SBATCH_PREFIX = re.compile(r"^sbatch: (?:error: )?")
 PATTERN = re.compile(r"%[0-9A-Za-z%]")
 """What Slurm may replace in the path of a log (sbatch(1), "filename pattern"), such as ``%n``."""
 
@@ -185,7 +187,7 @@ def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *
             "launch.on",
             f"partition {partition.name}",
             f"what Slurm accepts; it says: {message}",
-            "ss.Slurm(...)",
+            "in ss.Slurm(...), change what the message names",
         )
     job_id = lines[-1]
     try:
@@ -301,7 +303,12 @@ def build_parameters(
 
 
 def _find_message(output: str) -> str:
-    """Return the line of sbatch's or Python's output that names the cause."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    named = [line for line in lines if "sbatch: error:" in line]
-    return (named or lines or ["nothing"])[-1].rpartition("sbatch: error: ")[2][-500:]
+    """Return the lines of sbatch that name the cause, or the last line of Python's output."""
+    # submitit raises an error of sbatch's whole output. The last line of it is often general, such as
+    # "Unspecified error" after the line of a site's job_submit plugin.
+    _, is_of_sbatch, message = output.rpartition("FailedJobError: ")
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if not is_of_sbatch:
+        lines = lines[-1:]
+    causes = [SBATCH_PREFIX.sub("", line) for line in lines if not line.startswith("Try ")]
+    return "; ".join(dict.fromkeys(causes))[-500:] or "nothing"
