@@ -140,6 +140,26 @@ def test_search_ranks_plans_and_writes_the_best(tmp_path: Path) -> None:
     assert "within 1 % of the fastest by fewest settings, the others by speed" in shown
 
 
+def test_search_writes_a_plan_that_is_not_tight_if_one_is_nearly_as_fast(tmp_path: Path) -> None:
+    arguments = ["search", "--model", "7b", "--cluster", "8xa100-sxm-80gb", "--frameworks", "fsdp2"]
+    shown = run(tmp_path, *arguments, "--limit", "1", "--out", "best.json")
+    ranking = ss.search(
+        ss.Architecture.of_size("7b"), ss.Cluster.parse("8xa100-sxm-80gb"), ss.Recipe(), ["fsdp2"]
+    )
+    assert ranking.best.memory().is_tight
+    best = ss.Plan.from_json((tmp_path / "best.json").read_text())
+    assert best.memory().verdict == "fits" and best.step().seconds < 4 / 3 * ranking.best.step().seconds
+    number = list(ranking.order).index(
+        next(row for row in ranking.order if not ranking.plan(int(row)).memory().is_tight)
+    )
+    assert best == ranking.plan(int(ranking.order[number]))
+    # Its row is shown, too, and the text names it.
+    assert any(line.startswith(f"{number + 1} ") for line in shown.splitlines())
+    assert f"best.json has plan {number + 1}," in shown
+    # A pipe gets the same plan.
+    assert ss.Plan.from_json(json.dumps(run_json(tmp_path, *arguments)["best"])) == best
+
+
 @pytest.mark.parametrize("limit", ["0", "-3", "many"])
 def test_a_search_prints_at_least_one_row(tmp_path: Path, limit: str) -> None:
     arguments = ["search", "--model", "2m", "--cluster", "2xl4-24gb", f"--limit={limit}"]

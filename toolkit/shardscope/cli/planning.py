@@ -80,7 +80,10 @@ def add_commands(commands: Commands) -> None:
         "--limit", type=_read_limit, default=10, metavar="N", help="rows to print; default: 10"
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="write the best plan to this file, or as plan.json into this folder"
+        "--out",
+        metavar="FILE",
+        help="write the best plan to this file, or as plan.json into this folder: the first one that is not "
+        "tight, or the first of all if that is over a third faster",
     )
     parser.set_defaults(run=search_plans)
 
@@ -175,23 +178,49 @@ def search_plans(options: argparse.Namespace) -> int:
         # ss.search takes frameworks, of which a layout may have another name.
         names = [build_layout("--frameworks", name).framework for name in names]
     ranking = ss.search(architecture, cluster, recipe, names)
+    number = _choose_plan(ranking)
+    best = ranking.plan(int(ranking.order[number])) if ranking.num_feasible else None
     if options.out:
-        _write_plan(ranking.best, options.out)  # Raises ValueError if none fits.
+        _write_plan(best or ranking.best, options.out)  # Raises ValueError if none fits.
     if options.json:
-        best = json.loads(ranking.best.to_json()) if ranking.num_feasible else None
         numbers = {name: getattr(ranking, name) for name in ("num_evaluated", "num_feasible", "seconds")}
         rows = ranking.to_frame(options.limit).to_dict("records")
-        print_json({**numbers, "best": best, "plans": rows})
+        print_json({**numbers, "best": best and json.loads(best.to_json()), "plans": rows})
         return 0
-    _print_ranking(ranking, options.limit)
-    if options.out:
-        memory = ranking.best.memory()
-        tight = "; it is tight: some runs with so little left ran out of memory" if memory.is_tight else ""
-        print_text(f"{options.out} has the first plan{tight}.")
+    _print_ranking(ranking, options.limit, number)
+    if best is not None:
+        choice = _explain_choice(best, number)
+        if options.out:
+            print_text(f"{options.out} has plan {number + 1}{choice}.")
+        elif choice:
+            print_text(f"The best is plan {number + 1}{choice}.")
     return 0
 
 
-def _print_ranking(ranking: Ranking, limit: int) -> None:
+def _choose_plan(ranking: Ranking) -> int:
+    """Return the place in the order of the plan to write: the first that is not tight, as ``ss.recommend``
+    prefers, unless the first of all is faster by more than recomputation could cost (``SAFE``)."""
+    from shardscope.planner.advice.plan_evaluator import SAFE
+
+    rows = ranking.order
+    if not len(rows):
+        return 0
+    easy = 100 * ranking.peak_bytes[rows] <= TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu
+    # A plan that needs host memory of unknown size is no safer than a tight one.
+    easy &= ranking.is_room_known[rows]
+    easy &= ranking.step_seconds[rows] <= SAFE * ranking.step_seconds[rows[0]]
+    return int(easy.argmax())  # 0 if there is none.
+
+
+def _explain_choice(best: Plan, number: int) -> str:
+    if number:
+        return ", the first that is not tight: some runs of tight plans ran out of memory"
+    if best.memory().is_tight:
+        return "; it is tight: some such runs ran out of memory, and no other plan is nearly as fast"
+    return ""
+
+
+def _print_ranking(ranking: Ranking, limit: int, chosen: int) -> None:
     from shardscope.core.number_format import format_gib
     from shardscope.planner.search.nearest_misses import explain_no_plan
     from shardscope.planner.search.ranking import AS_FAST
@@ -200,6 +229,9 @@ def _print_ranking(ranking: Ranking, limit: int) -> None:
         print_text(explain_no_plan(ranking))
         return
     print(f"{ranking.num_feasible:,} of {ranking.num_evaluated:,} plans fit {ranking.cluster}")
+    shown = list(enumerate(ranking.to_frame(max(limit, chosen + 1)).to_dict("records"), 1))
+    # The chosen plan has a row however many tight ones come before it.
+    shown = shown[:limit] + shown[max(limit, chosen) : chosen + 1]
     rows = [
         (
             number,
@@ -212,7 +244,7 @@ def _print_ranking(ranking: Ranking, limit: int) -> None:
             format_gib(row["peak_bytes"])
             + _mark_memory(row["peak_bytes"], ranking.cluster.usable_bytes_per_gpu, fits=row["feasible"]),
         )
-        for number, row in enumerate(ranking.to_frame(limit).to_dict("records"), 1)
+        for number, row in shown
     ]
     if ranking.num_feasible > 1:
         near = f"{100 * (AS_FAST - 1):.0f} %"

@@ -163,7 +163,7 @@ class TransformersActivations:
         schedule = "GPipe" if self.plan.layout.runs_all_forwards_first else "1F1B"
         micro_batches = f" × {in_flight:g} micro-batches in flight ({schedule})" if in_flight != 1 else ""
         return (
-            f"{parts}{micro_batches} · {self.modules.kernels} modules, Korthikanti et al. 2022, eq. 2, "
+            f"{parts}{micro_batches} · {self.modules.kernels} modules, Korthikanti et al. 2022, table 2, "
             "operator by operator"
         )
 

@@ -165,7 +165,7 @@ class _StageStep:
         batches = "1 micro-batch" if in_flight.chunks == 1 else f"{in_flight.chunks} micro-batches"
         return (
             f"{parts} ({batches} of a model chunk, recompute {recompute}) · megatron modules, Korthikanti et "
-            f"al. 2022, eq. 2, operator by operator{eight}"
+            f"al. 2022, table 2, operator by operator{eight}"
         )
 
     def _compute_rotary_angles(self) -> int:
