@@ -176,10 +176,17 @@ def test_parts_of_any_path_touch_and_end_last(ranks: list[Events]) -> None:
         trace = load_ranks(Path(folder), dict(enumerate(ranks)))
     path = trace.critical_path()
     check_that_parts_touch(path)
-    end = max(rank.end_ns for rank in trace.activity.ranks)
+    marked = [one for rank in trace.activity.ranks for one in rank.steps]
+    end = max(one.end_ns for one in marked or trace.activity.ranks)
     assert to_ns(path[-1]["start_seconds"] + path[-1]["seconds"]) == end
-    first = path[0]
-    assert to_ns(first["start_seconds"]) <= max(rank.start_ns for rank in trace.activity.ranks)
+    assert to_ns(path[0]["start_seconds"]) <= max(one.start_ns for one in marked or trace.activity.ranks)
+
+
+def test_the_path_begins_with_the_first_marked_step_and_ends_with_the_last(tmp_path: Path) -> None:
+    """A profiler writes on for a while after the last step."""
+    work = [operator(10, 90, "aten::first"), operator(110, 190, "aten::a"), operator(210, 900, "aten::last")]
+    trace = load_ranks(tmp_path, {0: [*work, step(7, 100, 150), step(8, 150, 200)]})
+    assert shorten(trace.critical_path()) == [(0, PYTHON, 10), (0, "aten::a", 80), (0, PYTHON, 10)]
 
 
 def test_copies_to_pageable_memory_hold_up_the_host(tmp_path: Path) -> None:

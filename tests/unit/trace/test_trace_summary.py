@@ -162,7 +162,9 @@ def test_summary_of_a_run_suggests_a_changed_plan(tmp_path: Path) -> None:
     assert matmul.plan is not None and matmul.plan.recipe.recompute == "none"
     assert matmul.gain_seconds == pytest.approx(PLAN.step().seconds - matmul.plan.step().seconds)
     assert "Change: recompute='none' instead of 'full', predicted to gain" in matmul.text
-    assert any(text.startswith("A step is predicted to take") for text in summary.sentences)
+    compared = next(text for text in summary.sentences if text.startswith("A step is predicted to take"))
+    busiest = max(trace.breakdown(), key=lambda row: row["compute_seconds"])["rank"]
+    assert f"on rank {busiest}," in compared
     assert list(summary.to_frame()["sentence"]) == list(summary.sentences)
     # The user's own function trains another model: the plan still tells axes, but neither parts nor changes.
     trace.trains_the_plan = False

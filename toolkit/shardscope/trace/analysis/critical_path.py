@@ -85,18 +85,18 @@ class _Piece(NamedTuple):
 
 def find_critical_path(trace: Trace, step: int | None = None) -> CriticalPath:
     """Return the parts of the path; see :meth:`Trace.critical_path`."""
-    start_ns, ends = 0, {rank.rank: rank.end_ns for rank in trace.activity.ranks if rank.end_ns}
-    if step is not None:
-        windows = {
-            rank.rank: one for rank in trace.activity.ranks for one in rank.steps if one.number == step
-        }
-        if not windows:
-            known = sorted({one.number for rank in trace.activity.ranks for one in rank.steps})
-            raise ValueError(
-                f"critical_path step {step} was not recorded. Allowed: {known}. Fix: pass one of them."
-            )
-        start_ns = min(window.start_ns for window in windows.values())
-        ends = {rank: window.end_ns for rank, window in windows.items()}
+    ranks = trace.activity.ranks
+    start_ns, ends = 0, {rank.rank: rank.end_ns for rank in ranks if rank.end_ns}
+    marked = {rank.rank: [one for one in rank.steps if step in (None, one.number)] for rank in ranks}
+    windows = [one for steps in marked.values() for one in steps]
+    if step is not None and not windows:
+        known = sorted({one.number for rank in ranks for one in rank.steps})
+        raise ValueError(
+            f"critical_path step {step} was not recorded. Allowed: {known}. Fix: pass one of them."
+        )
+    if windows:
+        start_ns = min(window.start_ns for window in windows)
+        ends = {rank: max(one.end_ns for one in steps) for rank, steps in marked.items() if steps}
     if not ends:
         return CriticalPath([])
     last = max(ends, key=lambda rank: ends[rank])

@@ -45,7 +45,7 @@ class ComparisonRow(TypedDict):
     predicted_seconds: float | None
     """None: a plan predicts no such part."""
     measured_seconds: float | None
-    """On the slowest rank, averaged over steps. None: the trace cannot tell it from another part."""
+    """On the rank that computes most, averaged over steps. None: a trace cannot tell it from another part."""
 
 
 class PlanComparison(Table[ComparisonRow]):
@@ -59,9 +59,9 @@ class PlanComparison(Table[ComparisonRow]):
 def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
     """Return the parts; see :meth:`Trace.compare`. Raises ``ValueError`` if the plan has no prediction."""
     report = plan.step()
-    rank = max(
-        trace.activity.ranks, key=lambda one: one.compute.total_ns + one.communication.total_ns, default=None
-    )
+    # A plan predicts the slowest pipeline stage. Others wait for it in their collectives, so that their time
+    # with communication is as long: compute alone tells which it is.
+    rank = max(trace.activity.ranks, key=lambda one: one.compute.total_ns, default=None)
     measured = _measure_parts(trace, plan, rank) if rank is not None else {}
     rows: list[ComparisonRow] = []
     for part in PARTS:
@@ -76,7 +76,8 @@ def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
             rows.append({"part": extra, "predicted_seconds": None, "measured_seconds": measured[extra]})
     total = sum(measured.values())
     rows.append({"part": STEP, "predicted_seconds": report.seconds, "measured_seconds": total})
-    return PlanComparison(rows, _describe_difference(rows))
+    where = f" on rank {rank.rank}, which computes most" if len(trace.ranks) > 1 and rank is not None else ""
+    return PlanComparison(rows, _describe_difference(rows, where))
 
 
 def _measure_parts(trace: Trace, plan: Plan, rank: RankActivity) -> dict[str, float]:
@@ -131,11 +132,12 @@ def _find_part(axis: str, kind: str) -> str:
     return UNKNOWN_COMMUNICATION
 
 
-def _describe_difference(rows: list[ComparisonRow]) -> str:
-    """Return the step's seconds and the part that differs most."""
+def _describe_difference(rows: list[ComparisonRow], where: str) -> str:
+    """Return the step's seconds and the part that differs most; ``where`` says which rank was measured."""
     *parts, step = rows
     predicted, measured = step["predicted_seconds"] or 0.0, step["measured_seconds"] or 0.0
-    text = f"A step is predicted to take {format_seconds(predicted)} and takes {format_seconds(measured)}."
+    seconds = f"{format_seconds(predicted)} and takes {format_seconds(measured)}"
+    text = f"A step is predicted to take {seconds}{where}."
     known = [row for row in parts if row["measured_seconds"] is not None]
     if not known:
         return text
