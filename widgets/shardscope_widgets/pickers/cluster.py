@@ -48,9 +48,11 @@ class ClusterPicker(Picker):
             options=list(self._known), value=cluster.gpu.name, tooltip="GPU type"
         )
         self.count = controls.create_text_box(
-            cluster.gpus_per_node, "GPUs, or CPU ranks, in each node", "34px"
+            cluster.gpus_per_node, "GPUs, or CPU ranks, in each node", "30px"
         )
-        self.nodes = controls.create_text_box(cluster.num_nodes, "Number of nodes", "36px")
+        self.nodes = controls.create_text_box(cluster.num_nodes, "Number of nodes", "43px")
+        for number in (self.count, self.nodes):
+            number.add_class("ss-short")
         self.host = controls.create_text_box("", "Host memory of each node in GiB; empty: unknown", "64px")
         self.nvme = controls.create_text_box("", "NVMe capacity of each node in GiB; empty: unknown", "64px")
         self.speed = controls.create_text_box(
