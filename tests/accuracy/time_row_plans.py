@@ -210,7 +210,7 @@ def _find_relative(
         relative = replace(arch, model_type="qwen3_moe", attention_bias=False, attention_output_bias=False)
         return replace(relative, mlp_bias=False), what, "without GPT-OSS's biases and sinks"
     pp, vpp = getattr(spread, "pp", 1), getattr(spread, "vpp", 1)
-    uneven = any(words in refusal for words in ("Layout.pp is", "Layout.vpp is", "no even split"))
+    uneven = any(words in refusal for words in ("Layout.pp is", "Layout.vpp is"))
     if uneven and spread.framework == "megatron" and pp > 1:
         for more in range(1, pp * vpp):
             if any((arch.num_hidden_layers + more + ends) % (pp * vpp) == 0 for ends in (0, 1, 2)):

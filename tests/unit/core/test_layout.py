@@ -199,8 +199,9 @@ def test_126_layers_are_split_over_16_stages() -> None:
     [
         # Embedding and loss count as a layer where all stages are equal then.
         *[(32, 4, [8] * 4), (31, 4, [8, 8, 8, 7]), (30, 4, [7, 8, 8, 7]), (126, 9, [14] * 9), (2, 2, [1, 1])],
-        # Otherwise the first and the last stage have fewer, as in NVIDIA's recipes for DeepSeek-V3.
+        # Otherwise the stages between the first and the last are, as in NVIDIA's recipes for DeepSeek-V3.
         *[(61, 16, [3, *[4] * 14, 2]), (61, 8, [7, *[8] * 6, 6]), (28, 8, [2, *[4] * 6, 2])],
+        *[(17, 8, [3, *[2] * 6, 2]), (25, 8, [4, *[3] * 6, 3])],
     ],
 )
 def test_megatron_splits_layers_over_stages(layers: int, pp: int, stages: list[int]) -> None:
@@ -210,10 +211,10 @@ def test_megatron_splits_layers_over_stages(layers: int, pp: int, stages: list[i
 
 
 def test_invalid_megatron_pp_raises_with_the_nearest_valid() -> None:
-    arch = replace(LLAMA, num_hidden_layers=17)
+    arch = replace(LLAMA, num_hidden_layers=19)
     error = catch_error(lambda: Plan(arch, EIGHT, Recipe(), Layout.megatron(pp=8)), "Layout.pp")
     fixed = int(error.fix.removeprefix("pp="))
-    assert sum(Layout.megatron(pp=fixed).stage_layers(arch, degrees_with_pp(fixed))) == 17
+    assert sum(Layout.megatron(pp=fixed).stage_layers(arch, degrees_with_pp(fixed))) == 19
 
 
 def degrees_with_pp(pp: int) -> Any:

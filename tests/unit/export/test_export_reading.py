@@ -452,6 +452,32 @@ def test_fault_35_invalid_megatron_arguments_raise_with_line_and_flag(
         from_megatron(tmp_path, MEGATRON.replace(before, after))
 
 
+@pytest.mark.parametrize(
+    ("layers", "pp", "first", "last", "refused"),
+    [
+        (32, 4, 8, 8, None),  # An equal split, written out.
+        (30, 4, 7, 7, None),  # What counting embedding and loss as layers gives.
+        (9, 4, 2, 1, None),
+        (9, 4, None, 1, "first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1"),
+        (9, 4, None, None, "first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1"),
+        (9, 4, 1, 2, "2, 3, 3, 1"),
+        (32, 1, 2, 1, "leave it out"),
+    ],
+)
+def test_layers_of_the_first_and_last_stage_are_those_of_the_plan(
+    layers: int, pp: int, first: int | None, last: int | None, refused: str | None, tmp_path: Path
+) -> None:
+    flags = {"decoder-first-pipeline-num-layers": first, "decoder-last-pipeline-num-layers": last}
+    written = " ".join(f"--{flag} {size}" for flag, size in flags.items() if size is not None)
+    text = MEGATRON.replace("num-layers 32", f"num-layers {layers}").replace("--lr 3e-4", written)
+    text = text.replace("pipeline-model-parallel-size 2", f"pipeline-model-parallel-size {pp}")
+    if refused is None:
+        assert sum(from_megatron(tmp_path, text).stage_layers) == layers
+        return
+    with pytest.raises(ValueError, match=refused):
+        from_megatron(tmp_path, text)
+
+
 ODD = ("", "null", "-1", "0", "1e400", "1.5", "true", '"x"', "[]", "{}", "9" * 20, '"auto"', ".nan")
 DAMAGE = st.tuples(st.floats(0, 0.999), st.sampled_from((*ODD, "cut", *"{}[]:-\n &*!#x7")))
 

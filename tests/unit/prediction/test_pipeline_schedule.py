@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -115,6 +116,15 @@ def test_other_schedules_have_the_bubble_of_their_formula(schedule: Schedule) ->
         assert simulated.bubble_seconds == pytest.approx(compute_bubbles(plan)[schedule], rel=1e-9)
         if schedule == "gpipe":
             assert set(simulated.most_in_flight) == {plan.num_micro_batches}
+
+
+def test_a_stage_of_one_layer_is_not_interleaved() -> None:
+    arch = replace(LLAMA, num_hidden_layers=9)
+    cluster = ss.Cluster.parse("8xh100-sxm-80gb")
+    plan = ss.Plan(arch, cluster, ss.Recipe(global_batch_size=32), ss.Layout.megatron(pp=4))
+    assert min(plan.stage_layers) == 1 and "interleaved" not in compute_bubbles(plan)
+    with pytest.raises(FieldError, match="at least 2 layers"):
+        compute_schedule(plan, "interleaved")
 
 
 @PROPERTY

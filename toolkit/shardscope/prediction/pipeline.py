@@ -78,7 +78,7 @@ def compute_bubbles(plan: Plan) -> dict[Schedule, float]:
     if find_schedule(plan) is None:
         return {}
     pipeline = compute_pipeline(plan, select_rates(plan.cluster))
-    micro_batches, pp = plan.num_micro_batches, plan.degrees.pp
+    micro_batches = plan.num_micro_batches
     plain = pipeline.compute_bubble(1, micro_batches)
     # W of the other stages, for one micro-batch. Adapters leave the matrices frozen, without a W.
     share = 0.0 if plan.recipe.has_adapters else _WEIGHTS_SHARE
@@ -88,7 +88,7 @@ def compute_bubbles(plan: Plan) -> dict[Schedule, float]:
     bubbles: dict[Schedule, float] = {"gpipe": plain, "1f1b": plain}
     # Two chunks are the least that interleave; a chunk needs a layer.
     chunks = max(2, plan.degrees.vpp)
-    if plan.degrees.vpp > 1 or plan.architecture.num_hidden_layers >= chunks * pp:
+    if plan.degrees.vpp > 1 or min(plan.stage_layers) >= chunks:
         bubbles["interleaved"] = pipeline.compute_bubble(chunks, micro_batches)
     # ``plain`` is F + B + W: two W less give F + B - W, three give F + B - 2 W.
     return bubbles | {"zb-h1": max(0.0, plain - 2 * weights), "zb-h2": max(0.0, plain - 3 * weights)}

@@ -254,7 +254,7 @@ def compute_schedule(plan: Plan, schedule: Schedule | None = None) -> PipelineSc
 
 def _check_interleaved(plan: Plan, chunks: int) -> None:
     pp, micro_batches = plan.degrees.pp, plan.num_micro_batches
-    if plan.degrees.vpp == 1 and plan.architecture.num_hidden_layers < chunks * pp:
+    if plan.degrees.vpp == 1 and min(plan.stage_layers) < chunks:
         refuse("schedule", "interleaved", f"stages of at least {chunks} layers", "'1f1b'")
     if micro_batches % max(1, micro_batches // pp):
         refuse(

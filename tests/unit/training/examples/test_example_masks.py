@@ -442,7 +442,7 @@ def test_tools_that_the_system_message_defines_are_accepted(as_text: bool) -> No
     row: dict[str, Any] = {"tools": json.dumps(tools) if as_text else tools}
     format = recognize_format("data", ["messages", "tools"])
     assert len(read_example(format, {**row, "messages": [defined, *TALK[:2]]}).messages) == 3
-    for content in ("Be brief.", "You may call get_weather."):
+    for content in ("Be brief.", "You may call get_weather of a city.", 'You may call "get_weather".'):
         system = {"role": "system", "content": content}
         with pytest.raises(ValueError, match="tools is not read"):
             read_example(format, {**row, "messages": [system, *TALK[:2]]})

@@ -217,7 +217,7 @@ class MegatronLayout(Layout):
         check_experts(architecture, self.ep, data_parallel * self.cp * self.tp // self.expert_tp)
         self.check_sequence(architecture, recipe)
         degrees = self.fill_degrees(data_parallel)
-        # Called for the error that it raises if the layers do not split evenly.
+        # Called for the error that it raises if the layers cannot be split.
         self.stage_layers(architecture, degrees)
         self.check_micro_batches(recipe, degrees)
         if recipe.precision == "fp8-mixed":
@@ -322,8 +322,8 @@ class MegatronLayout(Layout):
             "Layout.pp",
             degrees.pp if degrees.vpp == 1 else f"{degrees.pp} with vpp={degrees.vpp}",
             f"stages that divide {layers} layers, or {layers + 1} or {layers + 2} "
-            "with loss and embedding counted as a layer each, or, with vpp=1, that have equal numbers of "
-            "layers but for fewer in the first and the last one",
+            "with loss and embedding counted as a layer each, or, with vpp=1, equal stages between the first "
+            "and the last one",
             changed,
         )
 

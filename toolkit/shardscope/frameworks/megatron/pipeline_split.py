@@ -21,11 +21,12 @@ class PipelineSplit(NamedTuple):
 
 
 def split_pipeline(num_layers: int, pp: int, vpp: int) -> PipelineSplit:
-    """Return the most even split: 126 layers over 16 stages are 7, 14 x 8, 7.
+    """Return a split in which no stage has more layers than an even share, rounded up.
 
-    Embedding and loss count as layers if all chunks are equal then. Otherwise, without interleaving, the
-    first and the last stage have fewer layers than the others: 61 layers over 16 stages are 3, 14 x 4, 2, as
-    in NVIDIA's recipes for DeepSeek-V3. Raises ``LookupError`` if neither is possible.
+    Embedding and loss count as layers if all chunks are equal then: 126 layers over 16 stages are 7, 14 x 8,
+    7. Otherwise, without interleaving, the stages between the first and the last are equal: 61 layers over 16
+    stages are 3, 14 x 4, 2, as in NVIDIA's recipes for DeepSeek-V3. Raises ``LookupError`` if neither is
+    possible.
     """
     # The loss costs more than the embedding, so it is tried first.
     for embedding, loss in ((0, 0), (1, 1), (0, 1), (1, 0)):
@@ -35,12 +36,14 @@ def split_pipeline(num_layers: int, pp: int, vpp: int) -> PipelineSplit:
             stages[0] -= embedding
             stages[-1] -= loss
             return PipelineSplit(embedding, loss, stages=tuple(stages))
+    # Fewer layers at the ends are tried first: they also have the embedding and the head.
     largest = -(-num_layers // pp)
-    at_ends = num_layers - largest * (pp - 2)
-    if vpp > 1 or at_ends < 2:
-        raise LookupError(f"no split of {num_layers} layers over {pp} x {vpp} chunks")
-    first, last = -(-at_ends // 2), at_ends // 2
-    return PipelineSplit(first=first, last=last, stages=(first, *[largest] * (pp - 2), last))
+    for middle in (largest, largest - 1) if vpp == 1 else ():
+        at_ends = num_layers - middle * (pp - 2)
+        first, last = -(-at_ends // 2), at_ends // 2
+        if last >= 1 and first <= largest:
+            return PipelineSplit(first=first, last=last, stages=(first, *[middle] * (pp - 2), last))
+    raise LookupError(f"no split of {num_layers} layers over {pp} x {vpp} chunks")
 
 
 def can_split_pipeline(num_layers: int, pp: int, vpp: int) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
-    """Return the grids of all valid tp, pp, cp and ep, with every vpp that splits the layers evenly.
+    """Return the grids of all valid tp, pp, cp and ep, with every vpp that splits the layers.
 
     There is one grid for each combination of sequence parallelism, distributed optimizer, and experts sharded
     by tp or not. Dtypes of gradients and moments keep their defaults.

@@ -7,7 +7,6 @@ ShareGPT) and preference pairs. Imports no torch.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -269,9 +268,9 @@ def _defines_tools(messages: tuple[Message, ...], tools: object) -> bool:
     Some data sets for function calling have the definitions in both places, such as those of Hermes.
     """
     text = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    words = set(re.findall(r"\w+", text))
     names = _list_tool_names(tools)
-    return bool(names) and all(word in words for name in names for word in re.findall(r"\w+", name))
+    # In quotes, as in the JSON or Python of a definition: a sentence may have the same words.
+    return bool(names) and all(f'"{name}"' in text or f"'{name}'" in text for name in names)
 
 
 def _list_tool_names(tools: object) -> list[str]:
@@ -279,20 +278,21 @@ def _list_tool_names(tools: object) -> list[str]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
     if not isinstance(tools, Sequence):
         return []
     names: list[str] = []
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             return []
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         # In an Arrow table every tool has the parameters of all, those of others as None.
         named = properties if isinstance(properties, Mapping) else {}
-        names += [function["name"], *(str(name) for name, value in named.items() if value is not None)]
+        names += [name, *(str(name) for name, value in named.items() if value is not None)]
     return names
 
 

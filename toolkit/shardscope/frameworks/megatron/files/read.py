@@ -66,10 +66,12 @@ SIZES = {
 REFUSED = {"optimizer-cpu-offload": "plans have no optimizer state on the host for Megatron"}
 """Flags whose effect on memory or time has no formula."""
 CHUNK = "num-layers-per-virtual-pipeline-stage"
+COUNTED_ENDS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+END_SIZES = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+"""Numbers of layers of the first and of the last pipeline stage."""
 READ = (
     CHUNK, *REFUSED, *SHAPE, *DEGREES.values(), *SWITCHES.values(), *TYPES.values(), *SIZES.values(),
-    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
-    "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "optimizer",
+    *COUNTED_ENDS, *END_SIZES, "optimizer",
     "hidden-dropout", "attention-dropout", "fp16", "bf16", "fp8-format", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "attention-backend", "cross-entropy-loss-fusion",
     "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations",
@@ -78,8 +80,7 @@ READ = (
 ALONE = frozenset({
     *SWITCHES.values(), "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
     "qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention",
-    "moe-router-pre-softmax", "account-for-embedding-in-pipeline-split",
-    "account-for-loss-in-pipeline-split", "fp16", "bf16", "grad-reduce-in-bf16",
+    "moe-router-pre-softmax", *COUNTED_ENDS, "fp16", "bf16", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "cross-entropy-loss-fusion", "recompute-activations",
     "use-flash-attn", *REFUSED,
 })  # fmt: skip
@@ -367,19 +368,41 @@ def _read_gradient_dtype(
 
 def _check_split(document: Document, plan: Plan) -> None:
     """Raise ``ValueError`` for a file whose pipeline split differs from the plan's."""
-    wanted = build_arguments(plan)
-    layers = f"as {plan.architecture.num_hidden_layers} layers over the stages are split here"
+    wanted, stages = build_arguments(plan), list(plan.stage_layers)
+    counted = [flag for flag in COUNTED_ENDS if document.get(flag)]
+    sizes = {flag: document.read_number(flag, low=1, high=2**20) for flag in END_SIZES}
+    given = [flag for flag, size in sizes.items() if size is not None]
+    split = f"the split of {plan.architecture.num_hidden_layers} layers over {plan.degrees.pp} stages here"
+    if given:
+        if counted:
+            refuse(document.locate(counted[0]), True, f"left out with --{given[0]}", "leave it out")
+        if _list_stages(plan, *sizes.values()) != stages:
+            flags = " ".join(f"--{flag} {wanted[flag]}" for flag in END_SIZES if flag in wanted)
+            allowed = f"{split}, {', '.join(map(str, stages))}"
+            refuse(document.locate(given[0]), sizes[given[0]], allowed, flags or "leave it out")
+        return
     if plan.degrees.pp == 1:
         return
-    for flag in ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"):
-        if bool(document.get(flag)) != (flag in wanted):
-            allowed = f"{'set' if flag in wanted else 'left out'}, {layers}"
-            refuse(document.locate(flag), bool(document.get(flag)), allowed, "the split that the plan makes")
-    for flag in ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"):
-        number = None if document.get(flag) is None else document.read_number(flag, low=1, high=2**20)
-        if number != wanted.get(flag):
-            fix = f"--{flag} {wanted[flag]}" if flag in wanted else "leave it out"
-            refuse(document.locate(flag), number, f"{wanted.get(flag, 'left out')}, {layers}", fix)
+    for flag in COUNTED_ENDS:
+        if (flag in counted) != (flag in wanted):
+            allowed = f"{'set' if flag in wanted else 'left out'}, as in {split}"
+            refuse(document.locate(flag), flag in counted, allowed, "the split that the plan makes")
+    if missing := [f"--{flag} {wanted[flag]}" for flag in END_SIZES if flag in wanted]:
+        refuse(document.locate(END_SIZES[0]), None, f"set, as in {split}", " ".join(missing))
+
+
+def _list_stages(plan: Plan, first: int | None, last: int | None) -> list[int] | None:
+    """Return the layers of each stage if the first and the last have these numbers; None: no such split.
+
+    The stages without a number have equal shares of what is left (megatron-core, transformer_block.py,
+    ``get_num_layers_to_build``).
+    """
+    num_equal = plan.degrees.pp - (first is not None) - (last is not None)
+    left = plan.architecture.num_hidden_layers - (first or 0) - (last or 0)
+    if num_equal < 0 or left < num_equal or (left % num_equal if num_equal else left):
+        return None
+    equal = [left // num_equal] * num_equal if num_equal else []
+    return [*([first] if first else []), *equal, *([last] if last else [])]
 
 
 # ---- Megatron-LM's older flag for the model chunks of a pipeline stage: layers per chunk
@@ -397,8 +420,7 @@ def count_model_chunks(document: Document, architecture: Architecture, pp: int) 
     if document.get(SAME) is not None:
         document.refuse((CHUNK,), f"not set with --{SAME}", "leave it out")
     size = document.read_number(CHUNK, low=1, high=2**20) or 1
-    ends = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
-    layers = architecture.num_hidden_layers + sum(bool(document.get(flag)) for flag in ends)
+    layers = architecture.num_hidden_layers + sum(bool(document.get(flag)) for flag in COUNTED_ENDS)
     per_stage = layers // pp
     if layers % pp or per_stage % size:
         allowed = f"a divisor of the {layers / pp:g} layers of a stage ({layers} over {pp})"
