@@ -335,8 +335,8 @@ def test_a_more_complex_plan_of_the_search_is_clearly_faster() -> None:
 
 
 def test_a_plan_of_the_search_can_be_launched_if_one_can() -> None:
-    recipe = {"precision": "bf16", "seq_len": 8192, "global_batch_size": 24}
-    advice = recommend_plan("llama-3.2-1b", "5x4xa10g-24gb", **recipe)
+    recipe = {"precision": "bf16", "seq_len": 8192, "global_batch_size": 8}
+    advice = recommend_plan("qwen2.5-7b", "3x2xa10g-24gb", **recipe)
     assert advice.plan is not None and why_not_trained(advice.plan) is None
     assert "cannot be launched here" in get_any_layout(advice).answer
 
