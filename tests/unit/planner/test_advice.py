@@ -90,10 +90,12 @@ def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework()
     )
     assert get_framework(advice) == "ddp"
     assert advice.plan is not None
-    for plan, _ in advice.alternatives:
+    others = [plan for plan, _ in advice.alternatives if plan.layout.framework != "ddp"]
+    assert others
+    for plan in others:
         assert PAYS * plan.step().seconds < advice.plan.step().seconds or (
             PAYS * plan.memory().peak_bytes < advice.plan.memory().peak_bytes
-        ), "an alternative does something better that counts"
+        ), "another framework does something better that counts"
 
 
 def test_one_more_setting_is_worth_half_the_time() -> None:
