@@ -1,4 +1,4 @@
-"""How the supervisor of one node notices in the run folder that another node has ended or is lost.
+"""Watch over the other nodes of a run: which have ended, and which are lost.
 
 Node 0 watches all others, and they watch node 0. A node writes ``ended.json`` when its ranks have ended. A
 node whose supervisor was killed, or that is cut off, only stops its heartbeat.
