@@ -42,7 +42,7 @@ class Measured(NamedTuple):
 
     @property
     def plans_per_second(self) -> float:
-        """Plans evaluated in a second of one core, memory and step."""
+        """Plans evaluated in a second of one core: memory, and the step of those that fit."""
         return self.num_plans / self.again_cpu_seconds
 
 

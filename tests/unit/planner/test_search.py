@@ -236,6 +236,24 @@ def test_the_pareto_front_has_all_plans_that_none_dominates(ranking: Ranking) ->
         assert ((seconds[front] <= seconds[row] * (1 + 1e-8)) & (peaks[front] <= peaks[row])).any()
 
 
+def test_steps_of_plans_that_do_not_fit_are_computed_when_they_are_read() -> None:
+    """A search computes the steps of the plans that fit: whether all or few do, reading gives the same."""
+    arch, recipe = ss.models["llama-3.1-8b"], ss.Recipe(global_batch_size=32)
+    all_fit = ss.search(arch, replace(NODE, host_memory_bytes=2**50), recipe, headroom_bytes=0)
+    few_fit = ss.search(arch, replace(NODE, host_memory_bytes=2**50), recipe, headroom_bytes=60 * 2**30)
+    assert 0 < few_fit.num_feasible < all_fit.num_feasible
+    misses = np.flatnonzero(~few_fit.is_feasible)
+    some = misses[:: len(misses) // SAMPLE]
+    seconds = [few_fit.plan(int(row)).step().seconds for row in some]
+    np.testing.assert_allclose(few_fit.get_step_seconds(some), seconds, rtol=1e-9)
+    # The rest is completed, and what was read before stays.
+    np.testing.assert_allclose(few_fit.step_seconds, all_fit.step_seconds, rtol=1e-12)
+    np.testing.assert_allclose(few_fit.step_seconds[some], seconds, rtol=1e-9)
+    np.testing.assert_allclose(
+        few_fit.get_tokens_per_second_per_gpu(some), few_fit.tokens_per_second_per_gpu[some], rtol=0
+    )
+
+
 def test_headroom_is_kept_free() -> None:
     arch, recipe = ss.models["llama-3.1-8b"], ss.Recipe(global_batch_size=32)
     found = ss.search(arch, NODE, recipe, ["fsdp2"], headroom_bytes=20 * 2**30)

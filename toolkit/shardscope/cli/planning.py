@@ -208,7 +208,7 @@ def _choose_plan(ranking: Ranking) -> int:
     easy = 100 * ranking.peak_bytes[rows] <= TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu
     # A plan that needs host memory of unknown size is no safer than a tight one.
     easy &= ranking.is_room_known[rows]
-    easy &= ranking.step_seconds[rows] <= SAFE * ranking.step_seconds[rows[0]]
+    easy &= ranking.get_step_seconds(rows) <= SAFE * ranking.get_step_seconds(rows[:1])
     return int(easy.argmax())  # 0 if there is none.
 
 

@@ -133,17 +133,19 @@ def mark_current_plan(figure: Chart, chosen: tuple[float, float] | None) -> None
 def draw_ranking(figure: Chart, ranking: Ranking) -> int:
     """Draw a mark for every chart cell that contains a plan. Return the number of marks."""
     memory = ranking.peak_bytes.astype(float)
-    speed = ranking.tokens_per_second_per_gpu
     capacity = float(ranking.cluster.usable_bytes_per_gpu)
     # Plans far beyond the capacity would squeeze those that fit into a corner.
-    near = np.flatnonzero((memory <= SHOWN_OVER_CAPACITY * capacity) & np.isfinite(speed))
+    near = np.flatnonzero(memory <= SHOWN_OVER_CAPACITY * capacity)
+    speed = np.full(len(memory), np.nan)
+    speed[near] = ranking.get_tokens_per_second_per_gpu(near)
+    near = near[np.isfinite(speed[near])]
     # Among the plans in one cell, prefer one that fits.
     fits = ranking.is_feasible & ranking.is_room_known
     near = near[np.argsort(~fits[near], kind="stable")]
     widest = max(capacity * 1.06, float(memory[near].max(initial=0.0)) * 1.02)
     highest = float(speed[near].max(initial=0.0)) * 1.08 or 1.0
     # A browser draws some hundred marks quickly, but a search returns tens of thousands of plans.
-    shown = choose_marks(ranking, near, (0.0, widest), (0.0, highest))
+    shown = choose_marks(ranking, speed, near, (0.0, widest), (0.0, highest))
     feasibility_by_row = {int(index): judge_plan(ranking, int(index)) for index in shown}
     names = ranking.framework
 
@@ -197,7 +199,7 @@ def draw_ranking(figure: Chart, ranking: Ranking) -> int:
 def _write_tooltip(ranking: Ranking, index: int, feasibility: Feasibility) -> str:
     """Return the tooltip of a mark: layout, memory, rate, and why the plan cannot be run."""
     plan = ranking.plan(index)
-    rate = format_short(float(ranking.tokens_per_second_per_gpu[index]))
+    rate = format_short(float(ranking.get_tokens_per_second_per_gpu(np.array([index]))[0]))
     speed = f"{rate} tokens/s per {name_rate_unit(ranking.cluster)}"
     lines = [
         *_wrap_lines(describe_layout(plan.layout), bold=True),

@@ -56,9 +56,9 @@ def sort_rows(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
     """Return feasible rows sorted by a column, with ties in ranking order; None: in ranking order."""
     rows = ranking.order
     # A cluster without a price has no costs.
-    if column is None or getattr(ranking, column) is None:
+    values = None if column is None else _get_column(ranking, column, rows)
+    if values is None:
         return rows
-    values = np.asarray(getattr(ranking, column))[rows]
     if not ascending:
         # Stable in both directions: reversing a stable sort would reverse ties.
         _, codes = np.unique(values, return_inverse=True)
@@ -66,12 +66,38 @@ def sort_rows(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
     return rows[np.argsort(values, kind="stable")]
 
 
+def _get_column(
+    ranking: Ranking, column: str, rows: Indices
+) -> npt.NDArray[np.float64] | npt.NDArray[np.int64] | npt.NDArray[np.str_] | None:
+    """Return a column of :data:`ASCENDING` for some rows; None if no price is known."""
+    match column:
+        case "tokens_per_second_per_gpu":
+            return ranking.get_tokens_per_second_per_gpu(rows)
+        case "step_seconds":
+            return ranking.get_step_seconds(rows)
+        case "cost_per_token":
+            return ranking.get_cost_per_token(rows)
+        case "peak_bytes":
+            return ranking.peak_bytes[rows]
+        case "headroom_bytes":
+            return ranking.headroom_bytes[rows]
+        case _:
+            return ranking.framework[rows]
+
+
 def choose_marks(
-    ranking: Ranking, rows: Indices, x_range: tuple[float, float], y_range: tuple[float, float]
+    ranking: Ranking,
+    speed: npt.NDArray[np.float64],
+    rows: Indices,
+    x_range: tuple[float, float],
+    y_range: tuple[float, float],
 ) -> Indices:
-    """Return the first of ``rows`` in each cell of the chart, for each framework."""
+    """Return the first of ``rows`` in each cell of the chart, for each framework.
+
+    ``speed`` has the tokens per second per GPU of all plans, shape ``(num_evaluated,)``.
+    """
     memory = np.asarray(ranking.peak_bytes, dtype=float)[rows]
-    speed = np.asarray(ranking.tokens_per_second_per_gpu, dtype=float)[rows]
+    speed = speed[rows]
     _, codes = np.unique(np.asarray(ranking.framework)[rows], return_inverse=True)
     # One number per framework and cell, so that np.unique keeps the first, best plan of each.
     across = _find_cells(memory, x_range, GRID[0])

@@ -43,9 +43,8 @@ def render_page(
 ) -> str:
     """Return twelve rows from ``first`` on, with sortable headings and rows that apply their plan."""
     shown = order[first : first + ROWS_ON_A_PAGE]
-    steps = np.asarray(ranking.step_seconds, dtype=float)
     # One unit for the column, that of the first row, so that the numbers can be compared.
-    first_seconds = float(steps[order[0]])
+    first_seconds = float(ranking.get_step_seconds(order[:1])[0])
     # In seconds from 1 s on, as the advice has them: unlike a step's parts, whole steps are alike in size.
     scale = Scale("s", 1.0) if first_seconds >= 1 else Scale.for_seconds(first_seconds)
     device = name_rate_unit(ranking.cluster)
@@ -56,7 +55,7 @@ def render_page(
         for name, label in HEADINGS.items()
     )
     cost = "$ per M tokens"
-    known = ranking.cost_per_token is not None
+    known = ranking.cluster.price_per_hour_usd is not None
     head += _render_heading("cost_per_token", cost, column, ascending) if known else f"<th>{cost}</th>"
     rows = "".join(_render_row(ranking, int(index), scale, chosen) for index in shown)
     return (
@@ -80,9 +79,10 @@ def _render_heading(name: str, label: str, column: str | None, ascending: bool) 
 def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> str:
     plan = ranking.plan(index)
     sign = build_signs()[plan.layout.framework]
-    rate = float(ranking.tokens_per_second_per_gpu[index])
-    costs = ranking.cost_per_token
-    cost = "–" if costs is None else format_dollars(1e6 * float(costs[index]))
+    row = np.array([index])
+    rate = float(ranking.get_tokens_per_second_per_gpu(row)[0])
+    costs = ranking.get_cost_per_token(row)
+    cost = "–" if costs is None else format_dollars(1e6 * float(costs[0]))
     current = chosen is not None and is_row(ranking, index, *chosen)
     kind = " class='ss-current'" if current else ""
     name = escape(describe_layout(plan.layout))
@@ -103,7 +103,7 @@ def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | Non
         f"<button type='button' data-act='apply:{index}'>{name}</button></div>{note}</td>"
         f"<td>{plan.recipe.micro_batch_size}</td>"
         f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{format_short(rate)}</td>"
-        f"<td>{scale.format(float(ranking.step_seconds[index]))}</td><td>{format_gib(int(ranking.peak_bytes[index]))}</td>"
+        f"<td>{scale.format(float(ranking.get_step_seconds(row)[0]))}</td><td>{format_gib(int(ranking.peak_bytes[index]))}</td>"
         f"<td>{format_gib(int(ranking.headroom_bytes[index]))}</td><td>{cost}</td></tr>"
     )
 

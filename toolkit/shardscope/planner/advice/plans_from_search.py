@@ -104,11 +104,11 @@ def _climb(
     for level_effort, level_settings in levels[:max_levels]:
         level = rows[(effort == level_effort) & (settings == level_settings)]
         if best is not None and best.seconds is not None:
-            level = level[ranking.step_seconds[level] * PAYS < best.seconds]
+            level = level[ranking.get_step_seconds(level) * PAYS < best.seconds]
         if launched:
             best = _find_first_launched(evaluator, ranking, level) or best
         elif len(level):
-            best = _try_row(evaluator, ranking, level[np.argmin(ranking.step_seconds[level])]) or best
+            best = _try_row(evaluator, ranking, level[np.argmin(ranking.get_step_seconds(level))]) or best
     return best
 
 
@@ -124,7 +124,7 @@ def find_better(
     if advised.seconds is None:
         return None
     rows = _list_rows_with_room(ranking, advised)
-    seconds, peak = ranking.step_seconds[rows], ranking.peak_bytes[rows]
+    seconds, peak = ranking.get_step_seconds(rows), ranking.peak_bytes[rows]
     limit = compute_simplicity(advised.plan, evaluator.recipe, familiar)
     simplicity = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
     # Better in both, and clearly in at least one: differences in both that are within the error are no reason
@@ -142,7 +142,7 @@ def find_better(
     launched = _find_first_launched(evaluator, ranking, rows)
     if launched is not None or is_trained(advised.plan) or not len(rows):
         return launched
-    return _try_row(evaluator, ranking, rows[np.argmin(ranking.step_seconds[rows])])
+    return _try_row(evaluator, ranking, rows[np.argmin(ranking.get_step_seconds(rows))])
 
 
 def find_alternatives(
@@ -204,21 +204,21 @@ def _find_faster(
 ) -> EvaluatedPlan | None:
     # Only a gain beyond the prediction error is worth the user's attention.
     rows = _list_rows_with_room(ranking, advised)
-    rows = rows[ranking.step_seconds[rows] * PAYS < (advised.seconds or 0.0)]
+    rows = rows[ranking.get_step_seconds(rows) * PAYS < (advised.seconds or 0.0)]
     if not len(rows):
         # A tight plan has to gain more than recomputation could cost.
         rows = np.flatnonzero(ranking.is_feasible & ranking.is_room_known)
-        rows = rows[ranking.step_seconds[rows] * SAFE < (advised.seconds or 0.0)]
+        rows = rows[ranking.get_step_seconds(rows) * SAFE < (advised.seconds or 0.0)]
     if not len(rows):
         return None
     launched = _find_first_launched(evaluator, ranking, rows)
     if launched is not None and launched.seconds is not None:
         # Predictions cannot distinguish the plans near the fastest: offer the simplest of them.
-        near = rows[ranking.step_seconds[rows] <= NEAR * launched.seconds]
+        near = rows[ranking.get_step_seconds(rows) <= NEAR * launched.seconds]
         return _find_first_launched(
             evaluator, ranking, _sort_by_simplicity(evaluator, ranking, near, familiar), keep_order=True
         )
-    return _try_row(evaluator, ranking, rows[np.argmin(ranking.step_seconds[rows])])
+    return _try_row(evaluator, ranking, rows[np.argmin(ranking.get_step_seconds(rows))])
 
 
 def _find_leaner(
@@ -233,14 +233,14 @@ def _find_leaner(
     effort, _, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
     rows = rows[
         (ranking.peak_bytes[rows] * PAYS < advised.report.peak_bytes)
-        & (ranking.step_seconds[rows] < SAFE * (advised.seconds or 0.0))
+        & (ranking.get_step_seconds(rows) < SAFE * (advised.seconds or 0.0))
         & (effort <= limit.effort)
         & (settings <= limit.settings + 1)
     ]
     first = _find_first_launched(evaluator, ranking, rows)
     if first is None or first.seconds is None:
         return None
-    near = rows[ranking.step_seconds[rows] <= NEAR * first.seconds]
+    near = rows[ranking.get_step_seconds(rows) <= NEAR * first.seconds]
     by_memory = near[np.argsort(ranking.peak_bytes[near], kind="stable")]
     return _find_first_launched(evaluator, ranking, by_memory, keep_order=True)
 
@@ -274,7 +274,7 @@ def _sort_by_simplicity(
     evaluator: PlanEvaluator, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
 ) -> NDArray[np.int64]:
     effort, _, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
-    return rows[np.lexsort((ranking.step_seconds[rows], settings, effort))]
+    return rows[np.lexsort((ranking.get_step_seconds(rows), settings, effort))]
 
 
 def _find_first_launched(
@@ -283,7 +283,7 @@ def _find_first_launched(
     """Return the first of ``rows`` that can be launched here, by speed unless ``keep_order``; None if none
     can."""
     if not keep_order:
-        rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+        rows = rows[np.argsort(ranking.get_step_seconds(rows), kind="stable")]
     # Whether a plan can be launched is asked plan by plan, in Python, so the number of questions is bounded.
     for row in rows[:MAX_CHECKED]:
         if is_trained(ranking.plan(int(row))):

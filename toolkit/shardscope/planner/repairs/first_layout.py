@@ -120,14 +120,14 @@ def _find_simplest(
 
     ``launched``: only plans that can be launched here count.
     """
-    rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+    rows = rows[np.argsort(ranking.get_step_seconds(rows), kind="stable")]
     # Whether a plan can be launched is asked plan by plan, so only until the fastest such plan is found.
     if launched:
         first = next((n for n, row in enumerate(rows[:MAX_CHECKED]) if _can_be_launched(ranking, row)), None)
         rows = rows[:0] if first is None else rows[first:]
     if not len(rows):
         return None
-    rows = rows[ranking.step_seconds[rows] <= NEAR * ranking.step_seconds[rows[0]]]
+    rows = rows[ranking.get_step_seconds(rows) <= NEAR * ranking.get_step_seconds(rows[:1])]
     rows = _sort_by_settings(ranking, rows, default)
     candidates = (row for row in rows if not launched or _can_be_launched(ranking, row))
     return ranking.plan(int(next(candidates)))
@@ -167,5 +167,5 @@ def _find_leanest(ranking: Ranking, default: Layout) -> Layout:
     # Nothing fits, so start from what is least short: of nearly equal needs the simplest, then the fastest.
     inside = np.flatnonzero(_find_rows_inside_a_node(ranking))
     rows = inside[ranking.peak_bytes[inside] <= NEAR * ranking.peak_bytes[inside].min()]
-    rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+    rows = rows[np.argsort(ranking.get_step_seconds(rows), kind="stable")]
     return ranking.plan(int(_sort_by_settings(ranking, rows, default)[0])).layout

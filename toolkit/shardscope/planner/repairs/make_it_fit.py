@@ -171,19 +171,19 @@ def _list_searched_plans(plan: Plan, names: Sequence[str]) -> list[Plan]:
 
 def _list_fastest(ranking: Ranking, rows: NDArray[np.int64], launched: bool) -> list[Plan]:
     """Return the plans of ``rows`` near the fastest; ``launched``: that can be launched, if any can."""
-    rows = rows[np.argsort(ranking.step_seconds[rows], kind="stable")]
+    rows = rows[np.argsort(ranking.get_step_seconds(rows), kind="stable")][: 10 * MAX_PLANS]
     launchable: list[Plan] = []
     fallback: list[Plan] = []
-    for row in rows[: 10 * MAX_PLANS]:
+    for row, seconds in zip(rows, ranking.get_step_seconds(rows), strict=True):
         one = ranking.plan(int(row))
         # Only plans near the fastest can win in _find_cheapest; of equally fast ones the fewest changes
         # decide.
         limit = NEAR * (launchable or fallback or [one])[0].step().seconds
-        if len(launchable) >= MAX_PLANS or (launchable and ranking.step_seconds[row] > limit):
+        if len(launchable) >= MAX_PLANS or (launchable and seconds > limit):
             break
         if not launched or is_trained(one):
             launchable.append(one)
-        elif len(fallback) < MAX_PLANS and ranking.step_seconds[row] <= limit:
+        elif len(fallback) < MAX_PLANS and seconds <= limit:
             fallback.append(one)
     return launchable or fallback
 

@@ -108,6 +108,15 @@ def list_candidates(
                 yield Candidates(layout=layout, recipe=again, table=table)
 
 
+def group_by_table(candidates: Sequence[Candidates]) -> list[list[int]]:
+    """Return the indices of all candidates, grouped by table: those of one table share most numbers."""
+    # By identity, because Table defines no equality.
+    tables: dict[int, list[int]] = {}
+    for index, one in enumerate(candidates):
+        tables.setdefault(id(one.table), []).append(index)
+    return list(tables.values())
+
+
 def _with_micro_batches(grids: list[Grid], sizes: Sequence[int]) -> list[Grid]:
     """Return the grids' rows with these micro-batch sizes. Grids that share columns still share them."""
     columns: dict[int, Columns] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from shardscope.core.ops import map_distinct
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
+from shardscope.planner.memory_needs import WHILE_BUILT
 from shardscope.prediction.batch.memory import StageBytes, compute_stage_bytes
 from shardscope.prediction.batch.object_batch import build_batch
 
@@ -32,6 +34,39 @@ class Needs(NamedTuple):
     nvme: NDArray[np.int64]
     building: NDArray[np.int64]
     """Host memory while the model is built."""
+
+    def compute_lacks(self, rooms: Mapping[str, int]) -> dict[str, NDArray[np.int64]]:
+        """Return the missing bytes of each kind of memory in ``rooms``; 0 or less: none."""
+        needed = {
+            "GPU memory": self.peak,
+            "host memory": self.host,
+            "NVMe": self.nvme,
+            WHILE_BUILT: self.building,
+        }
+        return {name: needed[name] - room for name, room in rooms.items()}
+
+
+def list_rooms(cluster: Cluster, headroom_bytes: int) -> dict[str, int]:
+    """Return the available bytes of each kind of memory of known size.
+
+    ``headroom_bytes`` of each GPU stay free.
+    """
+    sizes = {
+        "GPU memory": cluster.usable_bytes_per_gpu - headroom_bytes,
+        "host memory": cluster.host_memory_bytes,
+        "NVMe": cluster.nvme_bytes,
+        WHILE_BUILT: cluster.host_memory_bytes,
+    }
+    return {name: room for name, room in sizes.items() if room is not None}
+
+
+def find_fitting(lacks: Mapping[str, NDArray[np.int64]]) -> NDArray[np.bool_]:
+    """Return the mask of the plans that lack nothing, shape ``(num_plans,)``.
+
+    Memory of unknown size, which ``lacks`` does not have, cannot be short.
+    """
+    fitting: NDArray[np.bool_] = np.logical_and.reduce([short <= 0 for short in lacks.values()])
+    return fitting
 
 
 def compute_needs(

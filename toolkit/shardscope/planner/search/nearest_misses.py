@@ -13,6 +13,8 @@ from shardscope.core.number_format import format_gib
 from shardscope.frameworks.search_grid import DEGREES, MICRO_BATCH_SIZE
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from shardscope.planner.search.ranking import Ranking
 
 MISSES = 5
@@ -39,29 +41,42 @@ def find_nearest_misses(ranking: Ranking) -> tuple[Miss, ...]:
     rows = np.flatnonzero(~ranking.is_feasible)
     if not len(rows):
         return ()
-    # Rank by the missing share, not by bytes: 10 GiB of a node's memory is a smaller miss than 10 GiB of a
-    # GPU's. Many plans lack the same share of host memory: what else they lack decides, then speed.
-    short, total, seconds, owners = (
-        ranking.missing_share[rows],
-        ranking.total_missing_share[rows],
-        ranking.step_seconds[rows],
-        ranking.owners(rows),
-    )
-    names = [candidate.layout.framework for candidate in ranking.candidates]
     # The nearest of each framework first, then the nearest of all.
-    firsts = []
-    for name in dict.fromkeys(names):
-        positions = np.flatnonzero(np.array([name == framework for framework in names])[owners])
-        if len(positions):
-            positions = positions[short[positions] == short[positions].min()]
-            firsts.append(int(positions[np.lexsort((seconds[positions], total[positions]))[0]]))
-    firsts.sort(key=lambda position: (short[position], total[position], seconds[position]))
-    # Partition instead of sorting: there may be half a million rows, of which five are reported.
-    last = min(MISSES, len(rows)) - 1
-    near = np.flatnonzero(short <= np.partition(short, last)[last])
-    near = near[np.lexsort((seconds[near], total[near], short[near]))]
-    chosen = rows[list(dict.fromkeys([*firsts, *near.tolist()]))[:MISSES]].tolist()
+    owners = ranking.owners(rows)
+    names = [candidate.layout.framework for candidate in ranking.candidates]
+    firsts = np.concatenate(
+        [
+            _choose_nearest(ranking, rows[np.array([name == framework for framework in names])[owners]], 1)
+            for name in dict.fromkeys(names)
+        ]
+    )
+    firsts = _choose_nearest(ranking, firsts, len(firsts))
+    nearest = _choose_nearest(ranking, rows, MISSES)
+    chosen = list(dict.fromkeys([*firsts.tolist(), *nearest.tolist()]))[:MISSES]
     return tuple(_build_miss(ranking, row) for row in chosen)
+
+
+def list_nearest_misses(ranking: Ranking, limit: int) -> NDArray[np.int64]:
+    """Return the rows of the plans that do not fit, at most ``limit``, the nearest misses first."""
+    return _choose_nearest(ranking, np.flatnonzero(~ranking.is_feasible), limit)
+
+
+def _choose_nearest(ranking: Ranking, rows: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """Return those of ``rows`` that miss least, at most ``limit``, in order."""
+    if not len(rows) or limit < 1:
+        return rows[:0]
+    # Rank by the missing share, not by bytes: 10 GiB of a node's memory is a smaller miss than 10 GiB of a
+    # GPU's. Partition instead of sorting: there may be half a million rows, of which five are reported.
+    short = ranking.missing_share[rows]
+    last = min(limit, len(rows)) - 1
+    rows = rows[short <= np.partition(short, last)[last]]
+    # Many plans lack the same share of host memory: what else they lack decides, then speed.
+    keys = (
+        ranking.get_step_seconds(rows),
+        ranking.total_missing_share[rows],
+        ranking.missing_share[rows],
+    )
+    return rows[np.lexsort(keys)][:limit]
 
 
 def explain_no_plan(ranking: Ranking) -> str:
@@ -102,7 +117,7 @@ def describe_other_recipe(ranking: Ranking) -> str:
         )
         return f"With {changed}, nothing fits either: {nearest}."
     row = int(alternative.order[0])
-    rate = alternative.tokens_per_second_per_gpu[row]
+    rate = float(alternative.get_tokens_per_second_per_gpu(alternative.order[:1])[0])
     return f"With {changed}: {_describe_plan(alternative, row)}, {rate:,.0f} tokens/s per {device}."
 
 

@@ -15,8 +15,14 @@ from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.frameworks.search_grid import DEGREES, MICRO_BATCH_SIZE
-from shardscope.planner.memory_needs import WHILE_BUILT
-from shardscope.planner.search.nearest_misses import Miss, explain_no_plan, find_nearest_misses
+from shardscope.planner.search.memory_needs import Needs, find_fitting, list_rooms
+from shardscope.planner.search.nearest_misses import (
+    Miss,
+    explain_no_plan,
+    find_nearest_misses,
+    list_nearest_misses,
+)
+from shardscope.planner.search.step_times import complete_step_seconds
 from shardscope.timing.report import HOUR_SECONDS
 
 if TYPE_CHECKING:
@@ -29,7 +35,6 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.planner.search.candidates import Candidates
-    from shardscope.planner.search.memory_needs import Needs
 
 SHOWN_ROWS = 10
 """Rows of the table at the end of a notebook cell."""
@@ -56,14 +61,17 @@ class Ranking:
     """Duration of the search."""
     peak_bytes: NDArray[np.int64]
     """Peak GPU memory of the worst rank, equal to ``plan.memory().peak_bytes``."""
-    step_seconds: NDArray[np.float64]
-    """Seconds of one optimizer step, equal to ``plan.step().seconds``."""
     host_bytes: NDArray[np.int64]
     """Host memory on the node that needs most."""
     nvme_bytes: NDArray[np.int64]
     """NVMe on the node that needs most."""
     building_bytes: NDArray[np.int64]
     """Host memory of a node while its ranks build or load the model."""
+    known_step_seconds: NDArray[np.float64]
+    """Step seconds of the plans that fit, and of others that were read since; NaN of all others.
+
+    :meth:`get_step_seconds` and :attr:`step_seconds` complete them.
+    """
     headroom_wanted_bytes: int
     """Requested free bytes of each GPU."""
     refused: Mapping[str, str]
@@ -77,7 +85,7 @@ class Ranking:
 
     @property
     def num_evaluated(self) -> int:
-        """Return the number of plans whose memory and step were computed."""
+        """Return the number of plans whose memory was computed, and the step of those that fit."""
         return len(self.peak_bytes)
 
     @property
@@ -91,18 +99,48 @@ class Ranking:
         return self.cluster.usable_bytes_per_gpu - self.peak_bytes
 
     @cached_property
+    def step_seconds(self) -> NDArray[np.float64]:
+        """Return the seconds of one optimizer step, equal to ``plan.step().seconds``.
+
+        The first access computes those of the plans that do not fit, which takes as long as the search on
+        thousands of GPUs; :meth:`get_step_seconds` computes only the requested ones.
+        """
+        return self.get_step_seconds(self._all_rows)
+
+    @cached_property
     def tokens_per_second_per_gpu(self) -> NDArray[np.float64]:
         """Return the tokens of the global batch per second of the step and GPU."""
-        tokens = self.recipe.global_batch_size * self.recipe.seq_len
-        return tokens / self.step_seconds / self.cluster.num_gpus
+        return self.get_tokens_per_second_per_gpu(self._all_rows)
 
     @cached_property
     def cost_per_token(self) -> NDArray[np.float64] | None:
         """Return US dollars per token; None if no price is known."""
+        return self.get_cost_per_token(self._all_rows)
+
+    def get_step_seconds(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return :attr:`step_seconds` of some rows."""
+        missing = rows[np.isnan(self.known_step_seconds[rows])]
+        if len(missing):
+            wanted = np.zeros(self.num_evaluated, bool)
+            wanted[missing] = True
+            complete_step_seconds(self.candidates, wanted, self.cluster, self.known_step_seconds)
+        return self.known_step_seconds[rows]
+
+    def get_tokens_per_second_per_gpu(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return :attr:`tokens_per_second_per_gpu` of some rows."""
+        tokens = self.recipe.global_batch_size * self.recipe.seq_len
+        return tokens / self.get_step_seconds(rows) / self.cluster.num_gpus
+
+    def get_cost_per_token(self, rows: NDArray[np.int64]) -> NDArray[np.float64] | None:
+        """Return :attr:`cost_per_token` of some rows; None if no price is known."""
         price = self.cluster.price_per_hour_usd
         if price is None:
             return None
-        return price / HOUR_SECONDS / (self.tokens_per_second_per_gpu * self.cluster.num_gpus)
+        return price / HOUR_SECONDS / (self.get_tokens_per_second_per_gpu(rows) * self.cluster.num_gpus)
+
+    @property
+    def _all_rows(self) -> NDArray[np.int64]:
+        return np.arange(self.num_evaluated)
 
     @cached_property
     def framework(self) -> NDArray[np.str_]:
@@ -118,10 +156,7 @@ class Ranking:
         :meth:`why_not_launched` reports whether a plan can be launched.
         """
         # Memory of unknown size cannot be short, so such plans count as feasible; order puts them last.
-        fitting = np.ones(self.num_evaluated, bool)
-        for short in self.lacks.values():
-            fitting &= short <= 0
-        return fitting
+        return find_fitting(self.lacks)
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
@@ -136,7 +171,8 @@ class Ranking:
         # A plan that needs memory of unknown size never comes before one that does not.
         leading = rows[: int(is_known.sum()) or len(rows)]
         # 2. The plans within 1 % of the fastest, which a prediction cannot distinguish.
-        num = int(np.searchsorted(self.step_seconds[leading], AS_FAST * self.step_seconds[rows[0]], "right"))
+        fastest = self.get_step_seconds(rows[:1])[0]
+        num = int(np.searchsorted(self.get_step_seconds(leading), AS_FAST * fastest, "right"))
         equally_fast = leading[:num]
         # 3. Simplest first: lexsort's last key is the primary one.
         keys = (
@@ -275,18 +311,16 @@ class Ranking:
         if limit is None or len(rows) < limit:
             # Fill the table with the nearest misses, so that a cluster that is too small has more than an
             # empty frame.
-            misses = np.flatnonzero(~self.is_feasible)
-            keys = (self.step_seconds, self.total_missing_share, self.missing_share)
-            misses = misses[np.lexsort([key[misses] for key in keys])]
-            rows = np.concatenate([rows, misses])[:limit]
+            wanted = self.num_evaluated if limit is None else limit - len(rows)
+            rows = np.concatenate([rows, list_nearest_misses(self, wanted)])
         columns: dict[str, object] = {
             "framework": self.framework[rows],
             "layout": self.options(rows),
             "recompute": self.recompute[rows],
             MICRO_BATCH_SIZE: self.column(MICRO_BATCH_SIZE)[rows],
             **{name: self.column(name)[rows] for name in DEGREES},
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu[rows],
-            "step_seconds": self.step_seconds[rows],
+            "tokens_per_second_per_gpu": self.get_tokens_per_second_per_gpu(rows),
+            "step_seconds": self.get_step_seconds(rows),
             "peak_bytes": self.peak_bytes[rows],
             "headroom_bytes": self.headroom_bytes[rows],
             "host_bytes": self.host_bytes[rows],
@@ -296,8 +330,9 @@ class Ranking:
             "feasible": self.is_feasible[rows],
             "is_room_known": self.is_room_known[rows],
         }
-        if self.cost_per_token is not None:
-            columns["cost_per_token"] = self.cost_per_token[rows]
+        cost_per_token = self.get_cost_per_token(rows)
+        if cost_per_token is not None:
+            columns["cost_per_token"] = cost_per_token
         return pd.DataFrame(columns, index=pd.Index(rows, name="plan"))
 
     def column(self, name: str) -> NDArray[np.int64]:
@@ -329,7 +364,7 @@ class Ranking:
         rows = np.flatnonzero(self.is_feasible)
         if not len(rows):
             return rows
-        seconds = self.step_seconds[rows]
+        seconds = self.get_step_seconds(rows)
         # Equal up to rounding errors of the arrays' order of summation counts as equally fast.
         relative_seconds = np.round(seconds / seconds.min(), 9)
         return rows[np.lexsort((self.peak_bytes[rows], self.num_degrees_above_one(rows), relative_seconds))]
@@ -359,25 +394,13 @@ class Ranking:
     @cached_property
     def rooms(self) -> dict[str, int]:
         """Return the available bytes of each kind of memory of known size."""
-        cluster = self.cluster
-        sizes = {
-            "GPU memory": cluster.usable_bytes_per_gpu - self.headroom_wanted_bytes,
-            "host memory": cluster.host_memory_bytes,
-            "NVMe": cluster.nvme_bytes,
-            WHILE_BUILT: cluster.host_memory_bytes,
-        }
-        return {name: room for name, room in sizes.items() if room is not None}
+        return list_rooms(self.cluster, self.headroom_wanted_bytes)
 
     @cached_property
     def lacks(self) -> dict[str, NDArray[np.int64]]:
         """Return the missing bytes of each kind of memory of known size; 0 or less: none."""
-        needed = {
-            "GPU memory": self.peak_bytes,
-            "host memory": self.host_bytes,
-            "NVMe": self.nvme_bytes,
-            WHILE_BUILT: self.building_bytes,
-        }
-        return {name: needed[name] - room for name, room in self.rooms.items()}
+        needs = Needs(self.peak_bytes, self.host_bytes, self.nvme_bytes, self.building_bytes)
+        return needs.compute_lacks(self.rooms)
 
     @cached_property
     def _needs_of_unknown_size(self) -> dict[str, NDArray[np.int64]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,17 @@ from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.frameworks.registry import list_layout_names
 from shardscope.memory.activations.forward import find_modules
-from shardscope.planner.search.candidates import Candidates, list_candidates
-from shardscope.planner.search.memory_needs import Needs, compute_building_bytes, compute_needs
+from shardscope.planner.search.candidates import Candidates, group_by_table, list_candidates
+from shardscope.planner.search.memory_needs import (
+    Needs,
+    compute_building_bytes,
+    compute_needs,
+    find_fitting,
+    list_rooms,
+)
 from shardscope.planner.search.ranking import Ranking, concatenate_needs
+from shardscope.planner.search.step_times import compute_step_times
 from shardscope.prediction.batch.memory import compute_stage_bytes
-from shardscope.prediction.batch.step import compute_step_seconds
 from shardscope.prediction.support import check_sequence, check_targets
 from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.layers import PEAKS
@@ -61,13 +67,14 @@ def search(
     the recipe's, or the framework's default; ``plan.findings()`` reports if one of these is worth changing.
     Invalid plans are left out.
 
+    A plan counts as feasible if ``headroom_bytes`` of each GPU stay free. The memory of all plans is computed,
+    and the step of feasible ones; that of others when it is read (:attr:`Ranking.step_seconds`).
+
     ``progress(message, fraction)`` is called repeatedly and may end the search by raising; the search of
-    another recipe starts again from 0. A plan counts as
-    feasible if ``headroom_bytes`` of each GPU stay free. If no layout divides the global batch,
-    ``Ranking.alternative`` is the same search with the nearest batch that divides evenly over the GPUs; if no
-    plan fits, with the chunked loss, which the grid has only if the recipe requests it. Raises ``ValueError``
-    for arguments of a wrong type, for an unknown figure of the GPU, and for a recipe that no framework could
-    run.
+    another recipe starts again from 0. If no layout divides the global batch, ``Ranking.alternative`` is the
+    same search with the nearest batch that divides evenly over the GPUs; if no plan fits, with the chunked
+    loss, which the grid has only if the recipe requests it. Raises ``ValueError`` for arguments of a wrong
+    type, for an unknown figure of the GPU, and for a recipe that no framework could run.
     """
     start = time.perf_counter()
     # 1. Check arguments and figures before the grid is built, which takes seconds for thousands of GPUs.
@@ -161,34 +168,50 @@ def rank_candidates(
     start = time.perf_counter() if start is None else start
     refused = {} if refused is None else refused
     total, done = sum(one.num_plans for one in candidates), 0
-    results: dict[int, tuple[Needs, NDArray[np.float64]]] = {}
-    for index, one in _group_by_table(candidates):
-        name = one.layout.framework
-        done += one.num_plans
+    rooms = list_rooms(cluster, headroom_bytes)
+    memory: dict[int, Needs] = {}
+    step_seconds: dict[int, NDArray[np.float64]] = {}
+    for indices in group_by_table(candidates):
+        table, name = candidates[indices[0]].table, candidates[indices[0]].layout.framework
+        # 1. The memory of all plans.
+        for index in indices:
+            done += candidates[index].num_plans
+            try:
+                memory[index] = compute_needs_of_candidates(candidates[index], cluster)
+            except FieldError as refusal:
+                # A Plan can be created, but there are no formulas for it.
+                refused[name] = str(refusal)
+                continue
+            _report_progress(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+        table.rows.clear_results()
+        # 2. The step of those that fit: on thousands of GPUs most plans do not.
+        group = [index for index in indices if index in memory]
+        if not group:
+            continue
+        fitting = [find_fitting(memory[index].compute_lacks(rooms)) for index in group]
         try:
-            results[index] = evaluate_candidates(one, cluster)
+            computed = compute_step_times([candidates[index] for index in group], fitting, cluster)
         except FieldError as refusal:
-            # A Plan can be created, but there are no formulas for it.
             refused[name] = str(refusal)
             continue
-        _report_progress(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+        step_seconds.update(zip(group, computed, strict=True))
     # Back in the order of the candidates, so that the ranking does not depend on the grouping.
-    evaluated = [candidates[index] for index in sorted(results)]
-    memory = [results[index][0] for index in sorted(results)]
-    seconds = [results[index][1] for index in sorted(results)]
-    evaluated_names = {one.layout.framework for one in evaluated}
+    evaluated = sorted(step_seconds)
+    needs = [memory[index] for index in evaluated]
+    seconds = [step_seconds[index] for index in evaluated]
+    evaluated_names = {candidates[index].layout.framework for index in evaluated}
     return Ranking(
         architecture=arch,
         cluster=cluster,
         recipe=recipe,
-        peak_bytes=concatenate_needs(memory, "peak"),
-        host_bytes=concatenate_needs(memory, "host"),
-        nvme_bytes=concatenate_needs(memory, "nvme"),
-        building_bytes=concatenate_needs(memory, "building"),
-        step_seconds=np.concatenate(seconds) if seconds else np.zeros(0),
+        peak_bytes=concatenate_needs(needs, "peak"),
+        host_bytes=concatenate_needs(needs, "host"),
+        nvme_bytes=concatenate_needs(needs, "nvme"),
+        building_bytes=concatenate_needs(needs, "building"),
+        known_step_seconds=np.concatenate(seconds) if seconds else np.zeros(0),
         headroom_wanted_bytes=headroom_bytes,
         refused={name: why for name, why in refused.items() if name not in evaluated_names},
-        candidates=tuple(evaluated),
+        candidates=tuple(candidates[index] for index in evaluated),
         seconds=time.perf_counter() - start,
     )
 
@@ -206,42 +229,16 @@ def _find_other_recipe(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Rec
     return replace(recipe, global_batch_size=max(1, round(recipe.global_batch_size / at_once)) * at_once)
 
 
-def _group_by_table(candidates: list[Candidates]) -> Iterator[tuple[int, Candidates]]:
-    """Yield all candidates with their indices, grouped by table, because those of one table share most
-    numbers.
-
-    Cached values of a table are dropped after its last candidate.
-    """
-    # By identity, because Table defines no equality.
-    tables: dict[int, list[int]] = {}
-    for index, one in enumerate(candidates):
-        tables.setdefault(id(one.table), []).append(index)
-    for indices in tables.values():
-        try:
-            yield from ((index, candidates[index]) for index in indices)
-        finally:
-            candidates[indices[0]].table.rows.clear_results()
-
-
-def evaluate_candidates(candidates: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.float64]]:
-    """Return the needs of the candidates' plans and the seconds of their steps, from the formulas of one
-    plan.
+def compute_needs_of_candidates(candidates: Candidates, cluster: Cluster) -> Needs:
+    """Return the needs of the candidates' plans, from the formulas of one plan.
 
     Raises ``ValueError`` if there are no formulas for them.
     """
     table, recipe, layout = candidates.table, candidates.recipe, candidates.layout
     plans = table.build_plans(cluster, recipe, layout)
-    modules = find_modules(plans)
-    stage = table.count_weights(plans, layout)
+    stage_bytes = compute_stage_bytes(plans, find_modules(plans), table.count_weights(plans, layout))
     building = compute_building_bytes(table, cluster, recipe, layout)
-    needed = compute_needs(
-        table, cluster, recipe, layout, compute_stage_bytes(plans, modules, stage), building
-    )
-    if recipe.optimizer.startswith("paged"):
-        # Page transfers depend on the whole report; only DDP supports paging, with a handful of plans.
-        seconds = [candidates.build_plan(cluster, row).step().seconds for row in range(candidates.num_plans)]
-        return needed, np.array(seconds, np.float64)
-    return needed, compute_step_seconds(table, plans, stage)
+    return compute_needs(table, cluster, recipe, layout, stage_bytes, building)
 
 
 def _check_frameworks(frameworks: Sequence[str] | None) -> list[str]:

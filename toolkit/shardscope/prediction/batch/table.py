@@ -50,7 +50,8 @@ class Table:
         every_stage: bool = False,
     ) -> None:
         self.architecture, self.columns, self._model = arch, columns, model
-        self.with_every_stage = partial(Table, arch, layout, model, recipe, columns, every_stage=True)
+        self._build_table = partial(Table, arch, layout, model, recipe)
+        self.with_every_stage = partial(self._build_table, columns, every_stage=True)
         """Constructor of a table of the same plans with one row per pipeline stage."""
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
         self.host_memory: dict[Layout, NDArray[np.int64]] = {}
@@ -129,6 +130,10 @@ class Table:
         """Shapes of the stages, as columns."""
         keys = self._bits["position"] | self._bits.get("pp", 0) | self._bits.get("vpp", 0)
         return StageShape._make(self.rows.build_column(keys, column) for column in self._shapes.T)
+
+    def select_plans(self, wanted: NDArray[np.bool_]) -> Table:
+        """Return a table of the plans of a mask, shape ``(num_plans,)``; this table if all are wanted."""
+        return self if wanted.all() else self._build_table(select_rows(self.columns, wanted))
 
     def get_number(self, name: str) -> int:
         """Return a field of the layouts as a column, or as a number if all plans have the same."""
