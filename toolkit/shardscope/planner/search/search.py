@@ -67,8 +67,8 @@ def search(
     the recipe's, or the framework's default; ``plan.findings()`` reports if one of these is worth changing.
     Invalid plans are left out.
 
-    A plan counts as feasible if ``headroom_bytes`` of each GPU stay free. The memory of all plans is computed,
-    and the step of feasible ones; that of others when it is read (:attr:`Ranking.step_seconds`).
+    A plan counts as feasible if ``headroom_bytes`` of each GPU stay free. The memory of all plans is
+    computed, and the step of feasible ones; that of others when it is read (:attr:`Ranking.step_seconds`).
 
     ``progress(message, fraction)`` is called repeatedly and may end the search by raising; the search of
     another recipe starts again from 0. If no layout divides the global batch, ``Ranking.alternative`` is the
