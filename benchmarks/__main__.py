@@ -82,7 +82,7 @@ def measure_search() -> None:
     """Measure the search of every plan for a large model on a large cluster."""
     found = search.measure()
     name = f"search  {search.MODEL}, 16,384 GPUs"
-    note = f"{found.num_plans:,} plans, {found.num_feasible:,} fit; in a fresh process {found.first_seconds:.2f} s"
+    note = f"{found.num_plans:,} plans, {found.num_feasible:,} fit; fresh process {found.first_seconds:.2f} s"
     budget = f"{SEARCH_BUDGET_SECONDS:g} s"
     holds = found.again_seconds < SEARCH_BUDGET_SECONDS
     print_row(name, f"{found.again_seconds:.2f} s", budget, holds, note)
