@@ -306,6 +306,19 @@ def test_bf16_on_a_gpu_without_it_is_reported(card: str) -> None:
         assert find_by_name(there, "bf16-is-not-there") is None
 
 
+def test_a_quantized_base_that_leaves_its_experts_is_reported() -> None:
+    """The weights in 4 bits are the part of the parameters that shrinks from LoRA to QLoRA."""
+    plan = make_plan("qwen3-30b-a3b", "1xh200-sxm-141gb", ss.Layout.ddp(), seq_len=1024, method="qlora")
+    finding = find_only(plan, "experts-are-not-quantized")
+    assert finding.plan is not None and finding.plan.recipe.method == "lora"
+    saved = finding.plan.memory().components["parameters"] - plan.memory().components["parameters"]
+    # From 2 bytes to about half a byte.
+    share = 100 * saved / 1.5 / plan.architecture.num_parameters
+    assert finding.number == pytest.approx(share, rel=0.05)
+    dense = make_plan("llama-3.1-8b", "1xh200-sxm-141gb", ss.Layout.ddp(), seq_len=1024, method="qlora")
+    assert find_by_name(dense, "experts-are-not-quantized") is None
+
+
 def test_reductions_in_half_precision() -> None:
     name = "reductions-in-half-precision"
     plan = make_plan(layout=ss.Layout.zero(stage=2))

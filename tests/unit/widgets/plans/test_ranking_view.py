@@ -326,8 +326,8 @@ def test_plans_that_barely_fit_are_hidden_by_default(ranking: Any) -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.booleans())
 def test_sort_keeps_ranking_order_for_equal_values(values: list[int], ascending: bool) -> None:
-    ranking: Any = SimpleNamespace(order=np.arange(len(values))[::-1], key=np.array(values))
-    rows = sort_rows(ranking, "key", ascending).tolist()
+    ranking: Any = SimpleNamespace(order=np.arange(len(values))[::-1], peak_bytes=np.array(values))
+    rows = sort_rows(ranking, "peak_bytes", ascending).tolist()
     keys = [(values[row] if ascending else -values[row], -row) for row in rows]
     assert keys == sorted(keys)
 

@@ -76,6 +76,15 @@ def measure_layer_linears(architecture: Architecture, moe: bool, kind: str) -> t
     return sum(sizes), quantized, max(sizes)
 
 
+def count_quantized(architecture: Architecture) -> int:
+    """Return the number of weights that a quantized base stores in few bits: those of the layers' Linears.
+
+    Not those of fused experts, which transformers 5 keeps in one parameter for all experts of a layer.
+    """
+    linears = map(architecture.layer_linears, range(architecture.num_hidden_layers))
+    return sum(out * inner for layer in linears for _, (out, inner) in layer)
+
+
 def compute_frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
     """Return bytes of a stage's frozen weights: quantized Linears, and the rest at ``width`` bytes each."""
     # QLoRA quantizes the scales, too (Dettmers et al. 2023, section 3, "Double Quantization").

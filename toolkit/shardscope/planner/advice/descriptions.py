@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from shardscope.core.cluster import name_device
 from shardscope.core.errors import FieldError
 from shardscope.core.number_format import format_gib, join_list
+from shardscope.memory.state.quantization import count_quantized
 from shardscope.planner.memory_needs import WHILE_BUILT, list_memory_needs
 from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
     from shardscope.planner.advice.plan_evaluator import EvaluatedPlan
@@ -163,6 +165,16 @@ def explain_missing_time(plan: Plan) -> str:
     except ValueError as refusal:
         return str(refusal)
     return ""
+
+
+def describe_frozen_base(arch: Architecture, recipe: Recipe) -> str:
+    """Return the size and number format of a frozen base: ``6.98B of 8.03B frozen parameters in nf4, the rest
+    in bf16``."""
+    number, precision = abbreviate_count(arch.num_parameters), recipe.precision.removesuffix("-mixed")
+    if recipe.base_quantization is None:
+        return f"{number} frozen parameters in {precision}"
+    quantized = abbreviate_count(count_quantized(arch))
+    return f"{quantized} of {number} frozen parameters in {recipe.base_quantization}, the rest in {precision}"
 
 
 def abbreviate_count(number: float) -> str:

@@ -35,12 +35,14 @@ def ask_what_trains(path: QuestionPath) -> None:
     state_text = "" if state is None else f", {format_gib(state)} GiB of training state in all"
     # With adapters, the size of the frozen base decides, and its number format halves or quarters it.
     if recipe.has_adapters:
-        base = recipe.base_quantization or recipe.precision.removesuffix("-mixed")
         answer = f"Adapters of rank {recipe.adapter_rank} only: fine-tuning."
-        number = (
-            f"{descriptions.abbreviate_count(arch.num_parameters)} frozen parameters in {base}{state_text}"
-        )
+        number = f"{descriptions.describe_frozen_base(arch, recipe)}{state_text}"
         why = "A frozen base needs no gradients and no optimizer state, so far fewer GPUs are enough."
+        if recipe.base_quantization and arch.mixture_of_experts:
+            why += (
+                " Experts stay as they are: bitsandbytes replaces Linears, and transformers 5 keeps all "
+                "experts of a layer in one tensor."
+            )
     else:
         answer = "All weights: pretraining, or fine-tuning in full."
         number = f"{descriptions.abbreviate_count(arch.num_parameters)} parameters{state_text}"

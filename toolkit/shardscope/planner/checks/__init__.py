@@ -45,6 +45,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     precision.check_fp16_range,
     precision.check_bf16_support,
     precision.check_bf16_on_cpu,
+    precision.check_unquantized_experts,
     precision.check_reduction_precision,
     precision.check_update_precision,
     widths.check_matrix_unit_alignment,

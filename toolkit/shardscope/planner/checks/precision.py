@@ -1,5 +1,5 @@
 """Checks of number formats: fp16 although bf16 is available, bf16 without hardware support on GPUs and CPUs,
-rounded sums and updates."""
+experts that are not quantized, rounded sums and updates."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from shardscope.core.finding import Finding
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import frameworks
 from shardscope.machine.host import multiplies_in_bf16
+from shardscope.memory.state.quantization import count_quantized
+from shardscope.planner.advice.descriptions import abbreviate_count
 from shardscope.planner.checks.case import Case, predict_memory, replace_plan_fields
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.checks.other_frameworks import find_in_other_framework, search_other_frameworks
@@ -116,6 +118,28 @@ def check_bf16_on_cpu(case: Case) -> Iterator[Finding]:
         why=why,
         number=number,
         change="fp32" + _describe_shortage(case, fixed),
+        plan=fixed,
+    )
+
+
+def check_unquantized_experts(case: Case) -> Iterator[Finding]:
+    """Report a quantized base most of which stays as it is, because its experts are no Linears."""
+    arch, recipe = case.plan.architecture, case.plan.recipe
+    if recipe.base_quantization is None or arch.mixture_of_experts is None:
+        return
+    quantized = count_quantized(arch)
+    share = quantized / arch.num_parameters
+    plain = {"method": "lora"} if recipe.method == "qlora" else {"quantization": None}
+    fixed = replace_plan_fields(case.plan, recipe=plain)
+    yield Finding(
+        name="experts-are-not-quantized",
+        severity="hint",
+        why=f"Of {abbreviate_count(arch.num_parameters)} weights, {abbreviate_count(quantized)} "
+        f"({format_percent(share)}) are in {recipe.base_quantization}: bitsandbytes replaces Linears, and "
+        "transformers 5 keeps all experts of a layer in one tensor.",
+        number=100 * share,
+        change="LoRA over an unquantized base, whose layers need not be dequantized"
+        + _describe_shortage(case, fixed),
         plan=fixed,
     )
 
