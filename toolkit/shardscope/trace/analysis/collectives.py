@@ -241,10 +241,6 @@ class _Call:
     transfer_ns: int | None = None
 
 
-CallDurations = dict[int, dict[int, int]]
-"""Duration in nanoseconds by rank, for each call that several ranks recorded."""
-
-
 def find_collectives(trace: Trace, plan: Plan | None = None) -> Collectives:
     """Return every collective call; see :meth:`Trace.collectives`."""
     plan = plan or trace.plan
@@ -517,12 +513,3 @@ def _measure_exposed(trace: Trace, index: list[int]) -> Int64s:
         start, end = find_exclusive_parts(trace.start_ns[calls[positions]], activity.end_ns[calls[positions]])
         exposed[positions] = (end - start) - measure_within(rank.compute, start, end)
     return exposed
-
-
-def list_durations(collectives: Collectives) -> CallDurations:
-    """Return the durations of each call that several ranks recorded in their steps."""
-    durations: CallDurations = defaultdict(dict)
-    for row in collectives.list_in_steps():
-        if row["call"] >= 0:
-            durations[row["call"]][row["rank"]] = round(row["seconds"] * 1e9)
-    return {call: of_ranks for call, of_ranks in durations.items() if len(of_ranks) > 1}
