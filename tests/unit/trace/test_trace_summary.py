@@ -132,6 +132,17 @@ def test_numbers_of_one_thing_are_equal_and_differing_ranks_are_named(tmp_path: 
     assert ", 1 call a step of " in kernels
 
 
+def test_a_rank_without_marks_has_the_steps_of_the_others(tmp_path: Path) -> None:
+    """Its whole recording was taken for one step, and for the step of the job."""
+    marked = load(tmp_path / "marked", make_run())
+    ranks = make_run()
+    ranks[1] = [event for event in ranks[1] if not event["name"].startswith("Profiler")]
+    trace = load(tmp_path / "unmarked", ranks)
+    assert trace.activity.steps_by_rank == marked.activity.steps_by_rank
+    size = marked.summary().sentences[0].partition(";")[0]
+    assert trace.summary().sentences[0].startswith(size)
+
+
 def test_a_late_rank_that_may_be_chance_is_explained(tmp_path: Path) -> None:
     trace = load(tmp_path, make_uneven_run())
     stragglers = trace.stragglers()

@@ -322,8 +322,12 @@ class Activity:
 
     @cached_property
     def steps_by_rank(self) -> dict[int, int]:
-        """Number of recorded steps of each rank; 1 without marks of steps, so that figures per step exist."""
-        return {rank.rank: max(len(rank.steps), 1) for rank in self.ranks}
+        """Number of recorded steps of each rank; 1 without marks of steps, so that figures per step exist.
+
+        A rank without marks is taken to have recorded as many steps as those that have them.
+        """
+        unmarked = max(max((len(rank.steps) for rank in self.ranks), default=1), 1)
+        return {rank.rank: len(rank.steps) or unmarked for rank in self.ranks}
 
     @cached_property
     def has_steps(self) -> bool:

@@ -209,11 +209,12 @@ class Collectives(Table[CollectiveRow]):
 
 
 def list_step_seconds(trace: Trace) -> dict[int, tuple[float, int]]:
-    """Return each rank's mean seconds of a step and number of steps; a rank without steps has its span."""
+    """Return each rank's mean seconds of a step and number of steps; without marks, its span is divided."""
     result: dict[int, tuple[float, int]] = {}
     for rank in trace.activity.ranks:
+        count = trace.activity.steps_by_rank[rank.rank]
         steps = [step.end_ns - step.start_ns for step in rank.steps] or [rank.end_ns - rank.start_ns]
-        result[rank.rank] = (sum(steps) / len(steps) / 1e9, len(steps))
+        result[rank.rank] = (sum(steps) / count / 1e9, count)
     return result
 
 
