@@ -218,7 +218,10 @@ def _find_host_collectives(trace: Trace, rank: RankActivity) -> Intervals:
 
 
 def _find_host_bound(trace: Trace, rank: RankActivity, gaps: Intervals) -> Intervals:
-    """Return the gaps of a GPU whose next work was launched after the gap had begun: nothing was queued."""
+    """Return the gaps of a GPU whose next work was launched after the gap had begun: nothing was queued.
+
+    Nothing was queued in the gap after the last work either.
+    """
     activity = trace.activity
     work = np.flatnonzero(activity.is_gpu_work[rank.index]) + rank.index.start
     work = work[np.argsort(trace.start_ns[work], kind="stable")]
@@ -226,6 +229,7 @@ def _find_host_bound(trace: Trace, rank: RankActivity, gaps: Intervals) -> Inter
     has_next = following < len(work)
     launches = activity.launches[work[np.minimum(following, len(work) - 1)]]
     launched_late = has_next & (launches >= 0) & (trace.start_ns[launches] >= gaps.start)
+    launched_late |= ~has_next & bool((activity.launches[work] >= 0).any())
     return Intervals(gaps.start[launched_late], gaps.end[launched_late])
 
 
