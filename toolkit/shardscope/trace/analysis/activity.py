@@ -43,6 +43,8 @@ class Step:
     number: int
     start_ns: int
     end_ns: int
+    host_end_ns: int
+    """End on the host; earlier than :attr:`end_ns` for a last step that the GPU is behind with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +288,7 @@ class Activity:
         if not len(marks):
             return ()
         starts = trace.start_ns[marks]
-        end = int(self.end_ns[marks[-1]])
+        end = host_end = int(self.end_ns[marks[-1]])
         if on_gpu:
             work = np.flatnonzero(self.is_gpu_work[index]) + index.start
             launches = self.launches[work]
@@ -297,8 +299,10 @@ class Activity:
         ends = [*starts[1:].tolist(), end]
         names = self._step_numbers[trace.name_index[marks]].tolist()
         return tuple(
-            Step(number=number, start_ns=start, end_ns=stop)
-            for number, start, stop in zip(names, starts.tolist(), ends, strict=True)
+            Step(number=number, start_ns=start, end_ns=stop, host_end_ns=host_stop)
+            for number, start, stop, host_stop in zip(
+                names, starts.tolist(), ends, [*ends[:-1], host_end], strict=True
+            )
         )
 
     def _measure_work_before(self, work: Int64s, start_ns: int) -> int:

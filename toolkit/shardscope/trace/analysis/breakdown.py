@@ -117,7 +117,9 @@ def compute_steps(trace: Trace) -> Table[StepRow]:
     for rank in trace.activity.ranks:
         start = np.array([step.start_ns for step in rank.steps], np.int64)
         end = np.array([step.end_ns for step in rank.steps], np.int64)
-        is_outlier = mark_outliers(end - start)
+        # By the host's times: after a last step, the GPU may have to catch up with work of all of them.
+        host_end = np.array([step.host_end_ns for step in rank.steps], np.int64)
+        is_outlier = mark_outliers(host_end - start)
         for row, step, outlier in zip(
             _make_rows(rank, start, _measure_parts(rank, start, end)), rank.steps, is_outlier, strict=True
         ):
