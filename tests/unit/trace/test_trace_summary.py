@@ -144,6 +144,20 @@ def test_a_rank_without_marks_has_the_steps_of_the_others(tmp_path: Path) -> Non
     assert trace.summary().sentences[0].startswith(size)
 
 
+def test_a_comparison_says_what_cannot_be_compared(tmp_path: Path) -> None:
+    assert load(tmp_path / "same", make_run()).compare(PLAN).text.startswith("A step is predicted to take ")
+    ranks = make_run(num_ranks=4)
+    text = load(tmp_path / "ranks", ranks).compare(PLAN).text
+    assert "and takes 800 µs" in text
+    assert text.endswith("The plan is for 2 ranks, and the trace is of 4.")
+    unmarked = {
+        rank: [event for event in events if not event["name"].startswith("Profiler")]
+        for rank, events in make_run().items()
+    }
+    text = load(tmp_path / "unmarked", unmarked).compare(PLAN).text
+    assert "and the recording, in which no steps are marked, takes 4." in text and "The plan is" not in text
+
+
 def test_a_late_rank_that_may_be_chance_is_explained(tmp_path: Path) -> None:
     trace = load(tmp_path, make_uneven_run())
     stragglers = trace.stragglers()
