@@ -255,6 +255,42 @@ def test_the_last_step_lasts_until_the_gpu_has_done_its_work(tmp_path: Path) -> 
     assert to_ns(rows[1]["compute_seconds"]) == 160
 
 
+def test_a_gpu_that_is_always_behind_makes_the_last_step_no_longer(tmp_path: Path) -> None:
+    """The recording begins with the work of earlier steps: that at its end must not count on top of it."""
+    events = []
+    for number in range(6):
+        begin = 100 * number
+        events += [step(number, begin, begin + 100), launch(begin, begin + 5, number)]
+        # The GPU is 150 ns behind its host.
+        events.append(kernel(begin + 150, begin + 210, correlation=number))
+    # Their launches were before the recording.
+    events += [
+        kernel(0, 20, correlation=97),
+        kernel(50, 110, correlation=98),
+        kernel(120, 150, correlation=99),
+    ]
+    trace = load_ranks(tmp_path, {0: events})
+    rows = trace.steps()
+    assert [to_ns(row["span_seconds"]) for row in rows] == [100] * 6
+    assert not any(row["is_outlier"] for row in rows)
+    assert {to_ns(row["compute_seconds"]) for row in rows[2:5]} == {60}
+    assert to_ns(rows[5]["compute_seconds"]) == 60
+    assert not any("Step 5" in text for text in trace.summary().sentences)
+
+
+def test_a_gpu_that_falls_behind_makes_no_step_an_outlier(tmp_path: Path) -> None:
+    """The host launches a step in 100 ns, the GPU needs 200: it has as much left after the last one."""
+    events = []
+    for number in range(6):
+        begin = 100 * number
+        events += [step(number, begin, begin + 100), launch(begin, begin + 5, number)]
+        events.append(kernel(2 * begin + 10, 2 * begin + 210, correlation=number))
+    trace = load_ranks(tmp_path, {0: events})
+    rows = trace.steps()
+    assert to_ns(rows[5]["span_seconds"]) == 710 and not any(row["is_outlier"] for row in rows)
+    assert not any(text.startswith("Step 5") for text in trace.summary().sentences)
+
+
 def test_outlying_steps() -> None:
     steady = np.array([100, 101, 99, 100, 102, 100], np.int64)
     assert mark_outliers(steady) == [False] * 6

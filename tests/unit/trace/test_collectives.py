@@ -109,6 +109,7 @@ def test_a_single_rank_of_many_has_no_transfer_time(tmp_path: Path) -> None:
     assert (row["skew_seconds"], row["transfer_seconds"], row["bus_bandwidth"]) == (None, None, None)
     assert to_ns(row["exposed_seconds"]) == 10 and row["call"] == -1
     assert "unknown, one rank" in trace.stragglers().text
+    assert "Load the folder with the files of all ranks." in trace.stragglers().text
 
 
 def test_ranks_that_recorded_other_steps_match_by_step(tmp_path: Path) -> None:
@@ -368,6 +369,49 @@ def test_a_significant_but_negligible_delay_is_not_a_straggler(tmp_path: Path) -
     delays[:, 2] = 5  # always last, by 5 ns of 100,000
     result = load_ranks(tmp_path, make_arrivals(delays)).stragglers()
     assert result[2]["p_value"] < 0.01 and not result[2]["is_straggler"]
+
+
+def test_calls_in_flight_together_count_a_delay_once(tmp_path: Path) -> None:
+    """DDP reduces several buckets at a time: all of them wait for the same late rank."""
+    args = arguments("allreduce", 8, 2)
+    ranks: dict[int, Events] = {0: [], 1: []}
+    for number in range(20):
+        begin = 100_000 * number
+        for rank, late in ((0, 0), (1, 30_000)):
+            ranks[rank].append(step(number, begin, begin + 100_000))
+            ranks[rank] += [
+                all_reduce(begin + late + 1_000 * bucket, begin + 50_000 + 1_000 * bucket, bucket, **args)
+                for bucket in range(6)
+            ]
+    result = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [1]
+    assert result[1]["late_seconds"] == pytest.approx(30_000e-9)
+    assert "rank 1 arrives 30.0 µs a step after the others (30 % of the step" in result.text
+
+
+def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: Path) -> None:
+    """Rank 0 is in a call with rank 1 while another one begins with rank 2, at which both arrive together."""
+    ranks: dict[int, Events] = {
+        rank: [step(number, 200_000 * number, 200_000 * (number + 1)) for number in range(10)]
+        for rank in range(3)
+    }
+    for number in range(10):
+        begin = 200_000 * number
+        for members, stream, start, end in (((0, 1), 20, 0, 100_000), ((0, 2), 21, 50_000, 150_000)):
+            args = arguments("allreduce", 8, 2) | {
+                "Process Group Name": f"{stream}",
+                "Process Group Ranks": str(list(members)),
+            }
+            for rank in members:
+                ranks[rank].append(all_reduce(begin + start, begin + end, stream, **args))
+    assert [row["late_seconds"] for row in load_ranks(tmp_path, ranks).stragglers()] == [0, 0, 0]
+
+
+def test_ranks_that_cannot_be_compared_have_a_hint(tmp_path: Path) -> None:
+    without = load_ranks(tmp_path / "none", {rank: [kernel(0, 100)] for rank in range(2)})
+    assert "ProfilerActivity.CUDA" in without.stragglers().text
+    apart = load_ranks(tmp_path / "apart", {0: [kernel(0, 100)], 1: [all_reduce(0, 100)]})
+    assert apart.stragglers().text.endswith("Record the same steps on all ranks.")
 
 
 def test_two_calls_of_two_ranks_prove_nothing(tmp_path: Path) -> None:

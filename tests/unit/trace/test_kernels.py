@@ -60,6 +60,17 @@ BF16 = ["c10::BFloat16", "c10::BFloat16"]
         ("void multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>(float*)", "copy"),
         ("volta_scudnn_128x64_relu_interior_nn_v1", "convolution"),
+        ("triton_poi_fused_convolution_relu_3", "elementwise"),
+        ("triton_red_fused_convert_element_type_mul_sum_1", "reduction"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_clone_2", "elementwise"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
+        ("triton_tem_fused_mm_4", "matmul"),
+        ("_attn_fwd", "attention"),
+        ("attn_fwd", "attention"),
+        ("void ck_tile::kentry<ck_tile::FmhaFwdKernel<Problem>>", "attention"),
+        ("sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6", "attention"),
+        ("__amd_rocclr_copyBuffer", "copy"),
         ("something_of_a_vendor", "other"),
     ],
 )
@@ -206,6 +217,15 @@ def test_kernels_inside_the_optimizer_step_are_the_optimizers(tmp_path: Path) ->
     ]
     (row,) = load_ranks(tmp_path, {0: events}).kernels()
     assert row["kind"] == "optimizer"
+
+
+def test_triton_kernels_do_not_say_whether_they_use_tensor_cores(tmp_path: Path) -> None:
+    """A model compiled with max-autotune was said to have no matmul on tensor cores."""
+    events = [kernel(0, 900, "triton_tem_fused_mm_4"), kernel(900, 1000, "nvjet_tst_128x256_64x4_h_bz_NNT")]
+    trace = load_ranks(tmp_path, {0: events})
+    uses = {row["name"]: row["uses_tensor_cores"] for row in trace.kernels()}
+    assert uses == {"triton_tem_fused_mm_4": None, "nvjet_tst_128x256_64x4_h_bz_NNT": True}
+    assert not any("tensor cores" in text for text in trace.summary().sentences)
 
 
 def test_an_unknown_kernel_has_the_class_of_its_operator(tmp_path: Path) -> None:

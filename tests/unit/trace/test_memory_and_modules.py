@@ -50,6 +50,13 @@ def test_memory_without_totals_is_added_up_and_never_negative(tmp_path: Path) ->
     assert {(row["device"], row["reserved_bytes"]) for row in table} == {("cpu", None)}
 
 
+def test_reserved_memory_is_unknown_without_totals(tmp_path: Path) -> None:
+    """The records of old recordings have the change alone: 0 bytes reserved would be less than allocated."""
+    events = [operator(0, 100), record(10, 512, 0), record(20, -512, 0)]
+    table = load_ranks(tmp_path, {0: events}).memory()
+    assert [(row["allocated_bytes"], row["reserved_bytes"]) for row in table] == [(512, None), (0, None)]
+
+
 def test_malformed_memory_records_are_left_out(tmp_path: Path) -> None:
     broken = record(10, 5) | {"args": {"Bytes": "many"}}
     unknown = {key: value for key, value in record(20, 5).items() if key != "ts"}

@@ -243,22 +243,25 @@ def test_fault_38_rank_is_read_from_content_then_name_then_order(tmp_path: Path)
     trace = Trace.load(tmp_path)
     assert trace.ranks == [0, 2, 5]
     assert any("numbered by order" in note for note in trace.notes)
+    write_trace(tmp_path / "d.json", [make_event()])
+    notes = Trace.load(tmp_path).notes
+    assert any("2 files without a rank, numbered by order" in note for note in notes)
     assert any("5 of 8" in note and "1, 3, 4, 6, 7" in note for note in trace.notes)
 
 
 @pytest.mark.parametrize(
     ("odd", "note", "num_slices"),
     [
-        ({"dur": None}, "without dur", 2),
+        ({"dur": None}, "1 slice without dur", 2),
         ({"dur": -5.0}, "negative dur", 2),
         ({"dur": 1e300}, "longer than a day", 1),
         ({"ts": None}, "without a readable ts", 1),
         ({"ts": 1e14}, "more than a day from", 1),
-        ({"ts": "soon"}, "malformed", 1),
+        ({"ts": "soon"}, "1 malformed event left out", 1),
         ({"pid": 1.5}, "malformed", 1),
         ({"name": None}, "malformed", 1),
-        ({"ph": "B"}, "begin events without an end", 2),
-        ({"ph": "E"}, "end events without a begin", 1),
+        ({"ph": "B"}, "begin event without an end", 2),
+        ({"ph": "E"}, "end event without a begin", 1),
         ({"ph": "?"}, "unknown kind", 1),
     ],
 )

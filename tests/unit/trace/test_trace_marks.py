@@ -81,8 +81,8 @@ def test_begin_and_end_events_are_slices(tmp_path: Path) -> None:
     assert trace.depth[slices["inner"]] == 1
     assert trace.args(slices["outer"]) == {"x": 1}
     assert trace.notes == [
-        "1 begin events without an end drawn to the last event",
-        "1 end events without a begin left out",
+        "1 begin event without an end drawn to the last event",
+        "1 end event without a begin left out",
     ]
 
 

@@ -96,7 +96,8 @@ def test_causes_have_numbers_and_an_interval(tmp_path: Path) -> None:
     assert (exposed.rank, exposed.track, exposed.start_seconds) == (0, "stream 20", pytest.approx(500e-6))
     assert exposed.end_seconds == pytest.approx(700e-6)
     idle = next(finding for finding in summary.findings if "host-bound" in finding.text)
-    assert "The GPU idles 83.3 µs (10 %) of a step" in idle.text and "gap is 100 µs on rank 0" in idle.text
+    # The last step ends with a gap, too: no work follows, for which nothing was queued either.
+    assert "The GPU idles 100 µs (12 %) of a step" in idle.text and "gap is 100 µs on rank 0" in idle.text
     # Most costly first.
     texts = [finding.text for finding in summary.findings]
     assert texts.index(exposed.text) < texts.index(idle.text)
@@ -130,6 +131,31 @@ def test_numbers_of_one_thing_are_equal_and_differing_ranks_are_named(tmp_path: 
     assert "300 µs (33 %) of a step (mean of 2 ranks, 200 µs to 400 µs), in 1 call" in exposed
     kernels = next(text for text in summary.sentences if text.startswith("Matmul"))
     assert ", 1 call a step of " in kernels
+
+
+def test_a_rank_without_marks_has_the_steps_of_the_others(tmp_path: Path) -> None:
+    """Its whole recording was taken for one step, and for the step of the job."""
+    marked = load(tmp_path / "marked", make_run())
+    ranks = make_run()
+    ranks[1] = [event for event in ranks[1] if not event["name"].startswith("Profiler")]
+    trace = load(tmp_path / "unmarked", ranks)
+    assert trace.activity.steps_by_rank == marked.activity.steps_by_rank
+    size = marked.summary().sentences[0].partition(";")[0]
+    assert trace.summary().sentences[0].startswith(size)
+
+
+def test_a_comparison_says_what_cannot_be_compared(tmp_path: Path) -> None:
+    assert load(tmp_path / "same", make_run()).compare(PLAN).text.startswith("A step is predicted to take ")
+    ranks = make_run(num_ranks=4)
+    text = load(tmp_path / "ranks", ranks).compare(PLAN).text
+    assert "and takes 800 µs" in text
+    assert text.endswith("The plan is for 2 ranks, and the trace is of 4.")
+    unmarked = {
+        rank: [event for event in events if not event["name"].startswith("Profiler")]
+        for rank, events in make_run().items()
+    }
+    text = load(tmp_path / "unmarked", unmarked).compare(PLAN).text
+    assert "and the recording, in which no steps are marked, takes 4." in text and "The plan is" not in text
 
 
 def test_a_late_rank_that_may_be_chance_is_explained(tmp_path: Path) -> None:

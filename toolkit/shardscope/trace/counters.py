@@ -125,7 +125,7 @@ def find_counters(trace: Trace) -> list[Counter]:
     for samples in trace.memory_samples:
         for device in read_devices(samples):
             series = [("allocated", device.allocated_bytes)]
-            if device.reserved_bytes is not None and device.reserved_bytes.any():
+            if device.reserved_bytes is not None:
                 series.append(("reserved", device.reserved_bytes))
             counters[samples.rank] += [
                 Counter(

@@ -43,6 +43,8 @@ class Step:
     number: int
     start_ns: int
     end_ns: int
+    host_end_ns: int
+    """End on the host; earlier than :attr:`end_ns` for a last step that the GPU is behind with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +273,9 @@ class Activity:
     def _find_steps(self, index: Slices, on_gpu: bool) -> tuple[Step, ...]:
         """Return the steps of one rank. A step lasts until the next begins, so that steps add up.
 
-        The last one lasts until the GPU has finished the work launched in it.
+        The last one lasts until the GPU has finished the work launched in it, less the time for which the GPU
+        still had work of earlier steps when the first one began: a GPU that is as far behind its host at the
+        end as at the beginning does the work of as many steps as are marked.
         """
         trace = self.trace
         numbers = self._step_numbers[trace.name_index[index]] if len(trace) else np.zeros(0, np.int64)
@@ -284,19 +288,36 @@ class Activity:
         if not len(marks):
             return ()
         starts = trace.start_ns[marks]
-        end = int(self.end_ns[marks[-1]])
+        end = host_end = int(self.end_ns[marks[-1]])
         if on_gpu:
             work = np.flatnonzero(self.is_gpu_work[index]) + index.start
             launches = self.launches[work]
             launched_at = np.where(launches >= 0, trace.start_ns[launches], trace.start_ns[work])
             of_step = work[(launched_at >= starts[-1]) & (launched_at < end)]
-            end = max(end, int(self.end_ns[of_step].max(initial=0)))
+            behind = self._measure_work_before(work, int(starts[0]))
+            end = max(end, int(self.end_ns[of_step].max(initial=0)) - behind)
         ends = [*starts[1:].tolist(), end]
         names = self._step_numbers[trace.name_index[marks]].tolist()
         return tuple(
-            Step(number=number, start_ns=start, end_ns=stop)
-            for number, start, stop in zip(names, starts.tolist(), ends, strict=True)
+            Step(number=number, start_ns=start, end_ns=stop, host_end_ns=host_stop)
+            for number, start, stop, host_stop in zip(
+                names, starts.tolist(), ends, [*ends[:-1], host_end], strict=True
+            )
         )
+
+    def _measure_work_before(self, work: Int64s, start_ns: int) -> int:
+        """Return for how long after ``start_ns`` the GPU still works on what was launched before."""
+        trace, end = self.trace, start_ns
+        tracks, launches = trace.track_index[work], self.launches[work]
+        for track in np.unique(tracks).tolist():
+            stream, launched = work[tracks == track], launches[tracks == track]
+            is_after = (launched >= 0) & (trace.start_ns[launched] >= start_ns)
+            if is_after.any():
+                # A stream is a queue: all of its work before the first that was launched in a step is older.
+                first = int(trace.start_ns[stream[is_after]].min())
+                older = stream[trace.start_ns[stream] < first]
+                end = max(end, int(self.end_ns[older].max(initial=0)))
+        return end - start_ns
 
     @property
     def is_python(self) -> Mask:
@@ -305,8 +326,12 @@ class Activity:
 
     @cached_property
     def steps_by_rank(self) -> dict[int, int]:
-        """Number of recorded steps of each rank; 1 without marks of steps, so that figures per step exist."""
-        return {rank.rank: max(len(rank.steps), 1) for rank in self.ranks}
+        """Number of recorded steps of each rank; 1 without marks of steps, so that figures per step exist.
+
+        A rank without marks is taken to have recorded as many steps as those that have them.
+        """
+        unmarked = max(max((len(rank.steps) for rank in self.ranks), default=1), 1)
+        return {rank.rank: len(rank.steps) or unmarked for rank in self.ranks}
 
     @cached_property
     def has_steps(self) -> bool:

@@ -117,7 +117,9 @@ def compute_steps(trace: Trace) -> Table[StepRow]:
     for rank in trace.activity.ranks:
         start = np.array([step.start_ns for step in rank.steps], np.int64)
         end = np.array([step.end_ns for step in rank.steps], np.int64)
-        is_outlier = mark_outliers(end - start)
+        # By the host's times: after a last step, the GPU may have to catch up with work of all of them.
+        host_end = np.array([step.host_end_ns for step in rank.steps], np.int64)
+        is_outlier = mark_outliers(host_end - start)
         for row, step, outlier in zip(
             _make_rows(rank, start, _measure_parts(rank, start, end)), rank.steps, is_outlier, strict=True
         ):
@@ -218,7 +220,10 @@ def _find_host_collectives(trace: Trace, rank: RankActivity) -> Intervals:
 
 
 def _find_host_bound(trace: Trace, rank: RankActivity, gaps: Intervals) -> Intervals:
-    """Return the gaps of a GPU whose next work was launched after the gap had begun: nothing was queued."""
+    """Return the gaps of a GPU whose next work was launched after the gap had begun: nothing was queued.
+
+    Nothing was queued in the gap after the last work either.
+    """
     activity = trace.activity
     work = np.flatnonzero(activity.is_gpu_work[rank.index]) + rank.index.start
     work = work[np.argsort(trace.start_ns[work], kind="stable")]
@@ -226,6 +231,7 @@ def _find_host_bound(trace: Trace, rank: RankActivity, gaps: Intervals) -> Inter
     has_next = following < len(work)
     launches = activity.launches[work[np.minimum(following, len(work) - 1)]]
     launched_late = has_next & (launches >= 0) & (trace.start_ns[launches] >= gaps.start)
+    launched_late |= ~has_next & bool((activity.launches[work] >= 0).any())
     return Intervals(gaps.start[launched_late], gaps.end[launched_late])
 
 

@@ -209,11 +209,12 @@ class Collectives(Table[CollectiveRow]):
 
 
 def list_step_seconds(trace: Trace) -> dict[int, tuple[float, int]]:
-    """Return each rank's mean seconds of a step and number of steps; a rank without steps has its span."""
+    """Return each rank's mean seconds of a step and number of steps; without marks, its span is divided."""
     result: dict[int, tuple[float, int]] = {}
     for rank in trace.activity.ranks:
+        count = trace.activity.steps_by_rank[rank.rank]
         steps = [step.end_ns - step.start_ns for step in rank.steps] or [rank.end_ns - rank.start_ns]
-        result[rank.rank] = (sum(steps) / len(steps) / 1e9, len(steps))
+        result[rank.rank] = (sum(steps) / count / 1e9, count)
     return result
 
 
@@ -239,10 +240,6 @@ class _Call:
     """Bytes of one rank's input of an all-gather, if only that is recorded."""
     call: int = -1
     transfer_ns: int | None = None
-
-
-CallDurations = dict[int, dict[int, int]]
-"""Duration in nanoseconds by rank, for each call that several ranks recorded."""
 
 
 def find_collectives(trace: Trace, plan: Plan | None = None) -> Collectives:
@@ -517,12 +514,3 @@ def _measure_exposed(trace: Trace, index: list[int]) -> Int64s:
         start, end = find_exclusive_parts(trace.start_ns[calls[positions]], activity.end_ns[calls[positions]])
         exposed[positions] = (end - start) - measure_within(rank.compute, start, end)
     return exposed
-
-
-def list_durations(collectives: Collectives) -> CallDurations:
-    """Return the durations of each call that several ranks recorded in their steps."""
-    durations: CallDurations = defaultdict(dict)
-    for row in collectives.list_in_steps():
-        if row["call"] >= 0:
-            durations[row["call"]][row["rank"]] = round(row["seconds"] * 1e9)
-    return {call: of_ranks for call, of_ranks in durations.items() if len(of_ranks) > 1}

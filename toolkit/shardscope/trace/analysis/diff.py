@@ -75,11 +75,12 @@ def compare_traces(trace: Trace, other: Trace) -> Diff:
 
 
 def list_windows(trace: Trace) -> dict[int, tuple[int, int, int]]:
-    """Return begin, end and number of each rank's steps; a rank without steps has its span as one."""
+    """Return begin, end and number of each rank's steps; a rank without marks of steps has its span."""
+    counts = trace.activity.steps_by_rank
     return {
-        rank.rank: (rank.steps[0].start_ns, rank.steps[-1].end_ns, len(rank.steps))
+        rank.rank: (rank.steps[0].start_ns, rank.steps[-1].end_ns, counts[rank.rank])
         if rank.steps
-        else (rank.start_ns, rank.end_ns, 1)
+        else (rank.start_ns, rank.end_ns, counts[rank.rank])
         for rank in trace.activity.ranks
     }
 

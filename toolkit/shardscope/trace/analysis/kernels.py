@@ -26,19 +26,23 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Gpu
     from shardscope.trace.store import Trace
 
+# torch.compile names a pointwise kernel after all operators it comes from: the one that adds a convolution's
+# bias, or copies the operands of attention, is neither (triton_poi_fused_convolution_relu_3).
+_NOT_FUSED = r"^(?!triton_(?:poi|red|per|for)_).*"
+
 KERNEL_KINDS = (
-    ("attention", r"flash|fmha|attention|mha_|_attn_|sdpa"),
+    ("attention", _NOT_FUSED + r"(?:flash|[Ff]mha|attention|mha_|_attn_|\battn_(?:fwd|bwd)|sdpa)"),
     ("embedding", r"embedding|indexSelect|index_select"),
     ("normalization", r"layer_?norm|rms_?norm|batch_?norm|group_?norm|\bbn_|cudnn::bn|_norm_"),
     ("optimizer", r"adam|multi_tensor_apply|fused_sgd|lamb_|FusedOptimizer"),
-    ("convolution", r"conv|winograd|dgrad|wgrad|cudnn.*nn_v\d|scudnn"),
+    ("convolution", _NOT_FUSED + r"(?:conv(?!ert)|winograd|[fd](?:prop|grad)|wgrad|cudnn.*nn_v\d|scudnn)"),
     (
         "matmul",
         r"(?<!fb)gemm|gemv|cutlass|cublas|nvjet|\bwgmma|Cijk_|triton_(?:mm|tem)|matmul|splitKreduce|\bdot_kernel",
     ),
     (
         "copy",
-        r"CatArray|direct_copy|copy_kernel|memcpy|memset|nchwToNhwc|nhwcToNchw|transpose_readWrite|chunk_cat"
+        r"CatArray|direct_copy|copy_kernel|rocclr_(?:copy|fill)Buffer|memcpy|memset|nchwToNhwc|nhwcToNchw|transpose_readWrite|chunk_cat"
         r"|split_with_sizes_copy",
     ),
     (
@@ -79,10 +83,12 @@ OPERATOR_KINDS = (
 
 TENSOR_CORE = re.compile(
     r"[hsi]884|[hsic]1688|16816|hmma|i8816|i16832|tensorop|xmma|wgmma|gmma|nvjet|mma_|_mma|umma|tcgen05|sm90_|sm100_"
-    r"|flash_(?:fwd|bwd)|fmha",
+    r"|flash_(?:fwd|bwd)|fmha|deep_gemm",
     re.IGNORECASE,
 )
 """Names of kernels that use tensor cores (torch_tb_profiler's list, and those of Hopper and Blackwell)."""
+_TRITON = re.compile(r"triton_|_[a-z]")
+"""Names of kernels in Triton (``triton_tem_fused_mm_4``, ``_attn_fwd``), not saying how they multiply."""
 _OTHER_VENDORS = re.compile(r"^(?:AMD|Intel)|Instinct", re.IGNORECASE)
 CUDA_CATEGORIES = frozenset({"kernel", "Kernel"})
 MATRIX_KINDS = frozenset({"matmul", "convolution", "attention"})
@@ -123,7 +129,7 @@ class KernelRow(TypedDict):
     sm_efficiency: float | None
     """Mean share of multiprocessors that have a block, by time: fewer blocks than those leave some idle."""
     uses_tensor_cores: bool | None
-    """By the kernel's name; None unless it is a matmul, convolution or attention on a GPU."""
+    """By the kernel's name. None for Triton's, and for all but matmul, convolution and attention on a GPU."""
     track: str
     """Track of the longest call."""
     start_seconds: float
@@ -304,6 +310,7 @@ def find_kernels(trace: Trace, *, in_steps: bool = False) -> Kernels:
         name, kind = trace.names[trace.name_index[slice_index]], kind_names[kinds[slice_index]]
         gpu = known_gpus.get(rank)
         may_use = kind in MATRIX_KINDS and is_cuda[slice_index] and not is_other_vendor
+        may_use = may_use and _TRITON.match(name) is None
         tensor_cores = bool(TENSOR_CORE.search(name)) if may_use else None
         rate = flops_sum[number] / flops_ns[number] * 1e9 if flops_ns[number] else None
         speed = bytes_sum[number] / bytes_ns[number] * 1e9 if bytes_ns[number] else None

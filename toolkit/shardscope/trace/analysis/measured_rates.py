@@ -55,6 +55,10 @@ def _measure_matmul_speed(trace: Trace, plan: Plan, notes: list[str]) -> float |
     if plan.recipe.recompute != "none":
         notes.append("Recomputed matmuls are recorded like those of forward, so their rate is not changed.")
         return None
+    # Otherwise a predicted step would be compared with a recording of an unknown number of them.
+    if not trace.activity.has_steps:
+        notes.append("No steps are marked in the trace, so the rate of matmuls is not changed.")
+        return None
     for row in compare_with_plan(trace, plan):
         if row["part"] == MATRICES and row["predicted_seconds"] and row["measured_seconds"]:
             return row["predicted_seconds"] / row["measured_seconds"]

@@ -33,7 +33,7 @@ class MemoryRow(TypedDict):
     allocated_bytes: int
     """Bytes of tensors. Without totals in the records, those that the recording saw allocated or freed."""
     reserved_bytes: int | None
-    """Bytes that the caching allocator holds; None on the CPU."""
+    """Bytes that the caching allocator holds; None on the CPU, and if not recorded."""
 
 
 class _Record(msgspec.Struct, gc=False):
@@ -63,7 +63,7 @@ class DeviceMemory:
     allocated_bytes: Floats
     """Bytes of tensors. Without totals in the records, those that the recording saw allocated or freed."""
     reserved_bytes: Floats | None
-    """Bytes that the caching allocator holds; None on the CPU."""
+    """Bytes that the caching allocator holds; None on the CPU, and if not recorded."""
 
 
 def read_devices(samples: MemorySamples) -> list[DeviceMemory]:
@@ -92,7 +92,8 @@ def read_devices(samples: MemorySamples) -> list[DeviceMemory]:
                 name=name if name == "cpu" else f"{name}:{device}",
                 time_ns=np.array([time for time, _ in records], np.int64),
                 allocated_bytes=np.array(totals),
-                reserved_bytes=None if name == "cpu" else reserved,
+                # Before 1.11 torch wrote no totals: then 0 is not what the allocator holds.
+                reserved_bytes=None if name == "cpu" or not reserved.any() else reserved,
             )
         )
     return devices

@@ -77,7 +77,11 @@ def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
     total = sum(measured.values())
     rows.append({"part": STEP, "predicted_seconds": report.seconds, "measured_seconds": total})
     where = f" on rank {rank.rank}, which computes most" if len(trace.ranks) > 1 and rank is not None else ""
-    return PlanComparison(rows, _describe_difference(rows, where))
+    text = _describe_difference(rows, where, "a step" if trace.activity.has_steps else "the recording")
+    # A file that does not name its job has a world size of 1.
+    if trace.world_size > 1 and trace.world_size != plan.world_size:
+        text += f" The plan is for {plan.world_size:,} ranks, and the trace is of {trace.world_size:,}."
+    return PlanComparison(rows, text)
 
 
 def _measure_parts(trace: Trace, plan: Plan, rank: RankActivity) -> dict[str, float]:
@@ -132,11 +136,15 @@ def _find_part(axis: str, kind: str) -> str:
     return UNKNOWN_COMMUNICATION
 
 
-def _describe_difference(rows: list[ComparisonRow], where: str) -> str:
-    """Return the step's seconds and the part that differs most; ``where`` says which rank was measured."""
+def _describe_difference(rows: list[ComparisonRow], where: str, whole: str) -> str:
+    """Return the step's seconds and the part that differs most.
+
+    ``where`` says which rank was measured, ``whole`` what was: the recording, if no steps are marked.
+    """
     *parts, step = rows
     predicted, measured = step["predicted_seconds"] or 0.0, step["measured_seconds"] or 0.0
-    seconds = f"{format_seconds(predicted)} and takes {format_seconds(measured)}"
+    takes = "takes" if whole == "a step" else f"{whole}, in which no steps are marked, takes"
+    seconds = f"{format_seconds(predicted)} and {takes} {format_seconds(measured)}"
     text = f"A step is predicted to take {seconds}{where}."
     known = [row for row in parts if row["measured_seconds"] is not None]
     if not known:

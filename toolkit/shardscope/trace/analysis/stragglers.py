@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope.timing.report import format_seconds
-from shardscope.trace.analysis.collectives import find_collectives, list_durations, list_step_seconds
+from shardscope.trace.analysis.collectives import find_collectives, list_step_seconds, measure_step
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardscope.trace.analysis.collectives import Collectives
     from shardscope.trace.store import Trace
 
@@ -57,28 +59,50 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     them within each call gives the distribution of the largest delay among ranks, against which each rank is
     compared (Westfall and Young 1993, maxT).
     """
-    durations = list_durations(collectives or find_collectives(trace))
-    position = {rank: number for number, rank in enumerate(trace.ranks)}
-    # Calls of groups of one size are one matrix: a row per call, a column per rank of the group.
-    by_size: dict[int, list[dict[int, int]]] = defaultdict(list)
-    for of_ranks in durations.values():
-        by_size[len(of_ranks)].append(of_ranks)
-    members = [np.array([[position[rank] for rank in call] for call in calls]) for calls in by_size.values()]
-    delays = [
-        _compute_delays(np.array([list(call.values()) for call in calls])) for calls in by_size.values()
-    ]
-    num_ranks = len(trace.ranks)
+    collectives = collectives or find_collectives(trace)
+    members, delays = [], []
+    for ranks, durations in _measure_durations(trace, collectives):
+        members.append(np.broadcast_to(ranks, durations.shape))
+        delays.append(_compute_delays(durations))
+    num_ranks, num_calls = len(trace.ranks), sum(len(delay) for delay in delays)
     late = _sum_by_rank(members, delays, num_ranks)
-    p_values = _compute_p_values(members, delays, late) if durations else None
-    steps = list_step_seconds(trace)
+    p_values = _compute_p_values(members, delays, late) if num_calls else None
+    steps, step_seconds = list_step_seconds(trace), measure_step(trace)
     rows: list[StragglerRow] = []
     for number, rank in enumerate(trace.ranks):
-        seconds, num_steps = steps[rank]
-        late_seconds = float(late[number]) / 1e9 / num_steps
+        late_seconds = float(late[number]) / 1e9 / steps[rank][1]
         p_value = None if p_values is None else float(p_values[number])
-        is_late = p_value is not None and p_value <= SIGNIFICANCE and late_seconds >= MIN_SHARE * seconds
+        is_late = p_value is not None and p_value <= SIGNIFICANCE and late_seconds >= MIN_SHARE * step_seconds
         rows.append({"rank": rank, "late_seconds": late_seconds, "p_value": p_value, "is_straggler": is_late})
-    return Stragglers(rows, _describe_stragglers(rows, len(durations), steps, trace.activity.has_steps))
+    text = _describe_stragglers(
+        rows, num_calls, step_seconds, trace.activity.has_steps, has_collectives=len(collectives) > 0
+    )
+    return Stragglers(rows, text)
+
+
+def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the ranks of each group (as positions), and how long each of them is in each call.
+
+    Of calls in flight together, such as DDP's buckets, a later one counts from the end of those before it:
+    otherwise the time by which a rank is late would count once for each of them.
+    """
+    by_call: dict[int, dict[int, int]] = defaultdict(dict)
+    is_in_steps = trace.activity.is_in_steps
+    for row, index in zip(collectives, collectives.slices, strict=True):
+        if row["call"] >= 0 and is_in_steps[index]:
+            by_call[row["call"]][row["rank"]] = index
+    by_group: dict[tuple[int, ...], list[dict[int, int]]] = defaultdict(list)
+    for of_ranks in by_call.values():
+        if len(of_ranks) > 1:
+            by_group[tuple(sorted(of_ranks))].append(of_ranks)
+    for group, calls in by_group.items():
+        slices = np.array([[of_ranks[rank] for rank in group] for of_ranks in calls])
+        # One order for all ranks, by the first one's clock: they are compared in the same part of each call.
+        slices = slices[np.argsort(trace.start_ns[slices[:, 0]], kind="stable")]
+        start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
+        start[1:] = np.maximum(start[1:], np.maximum.accumulate(end, axis=0)[:-1])
+        positions = np.array([trace.ranks.index(rank) for rank in group])
+        yield positions, np.maximum(end - start, 0)
 
 
 def _compute_delays(durations: Ints) -> Floats:
@@ -132,38 +156,50 @@ def _approximate_p_values(members: list[Ints], delays: list[Floats], late: Float
 
 
 def _describe_stragglers(
-    rows: list[StragglerRow], num_calls: int, steps: dict[int, tuple[float, int]], has_steps: bool
+    rows: list[StragglerRow],
+    num_calls: int,
+    step_seconds: float,
+    has_steps: bool,
+    has_collectives: bool,
 ) -> str:
     if not num_calls:
-        return (
-            "Stragglers: unknown, one rank alone cannot be compared."
-            if len(rows) < 2
-            else "Stragglers: unknown, no collective was recorded on several ranks."
-        )
+        return f"Stragglers: unknown, {_explain_unknown(len(rows), has_collectives)}"
     calls = "1 collective" if num_calls == 1 else f"{num_calls:,} collectives"
     latest_first = sorted(rows, key=lambda row: -row["late_seconds"])
     stragglers = [row for row in latest_first if row["is_straggler"]]
     if stragglers:
         parts = [
-            f"{_describe_delay(row, steps, has_steps)}, by chance: {format_chance(row['p_value'])})"
+            f"{_describe_delay(row, step_seconds, has_steps)}, by chance: {format_chance(row['p_value'])})"
             for row in stragglers
         ]
         return f"Stragglers: {', '.join(parts)}."
     latest = latest_first[0]
-    if latest["late_seconds"] < MIN_SHARE * steps[latest["rank"]][0]:
+    if latest["late_seconds"] <= MIN_SHARE * step_seconds:
         whole = "step" if has_steps else "recording"
         return f"Stragglers: none. At {calls} no rank is later than the others by 1 % of the {whole}."
     chance = format_chance(latest["p_value"])
+    delay = _describe_delay(latest, step_seconds, has_steps).capitalize()
     return (
-        f"Stragglers: none that is certain. {_describe_delay(latest, steps, has_steps).capitalize()}), but "
-        f"at {calls} one of equally fast ranks would be as late by chance in {chance} of recordings. Record "
-        "more steps to be sure."
+        f"Stragglers: none that is certain. {delay}), but at {calls} one of equally fast ranks would be as "
+        f"late by chance in {chance} of recordings. Record more steps to be sure."
     )
 
 
-def _describe_delay(row: StragglerRow, steps: dict[int, tuple[float, int]], has_steps: bool) -> str:
+def _explain_unknown(num_ranks: int, has_collectives: bool) -> str:
+    """Return why ranks cannot be compared, and how to record a trace in which they can."""
+    if num_ranks < 2:
+        return "one rank alone cannot be compared. Load the folder with the files of all ranks."
+    if has_collectives:
+        return "no collective was recorded on several ranks. Record the same steps on all ranks."
+    return (
+        "no collective was recorded. torch.profiler records those of GPUs with ProfilerActivity.CUDA, and "
+        "gloo's with ProfilerActivity.CPU."
+    )
+
+
+def _describe_delay(row: StragglerRow, step_seconds: float, has_steps: bool) -> str:
     """Return a rank's delay, with a bracket that is left open."""
-    share = 100 * row["late_seconds"] / steps[row["rank"]][0]
+    share = 100 * row["late_seconds"] / step_seconds
     per_step, whole = ("a step", "step") if has_steps else ("in all", "recording")
     return (
         f"rank {row['rank']} arrives {format_seconds(row['late_seconds'])} {per_step} after the others "

@@ -11,7 +11,7 @@ import msgspec
 from shardscope.trace.loading.splitting import EVENT_BOUNDARY, MAX_PARTS, UNREADABLE
 
 NO_ARGS = msgspec.Raw(b"")
-LENIENT = "events read leniently: they are not strict JSON"
+LENIENT = "events read leniently because of text that is not strict JSON"
 MALFORMED = "malformed events left out"
 TOO_DEEP = "events nested too deeply shown without their arguments"
 REPAIRED = "events with an unescaped backslash repaired"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -184,8 +185,16 @@ def list_oddities(ranks: list[RankColumns]) -> list[str]:
         total = sum(rank.texts.oddities[what] for rank in of)
         numbers = ", ".join(str(get_rank(rank)) for rank in of[:_MAX_LISTED])
         where = "" if len(of) == len(ranks) else f"rank {numbers}: "
-        notes.append(f"{where}{total:,} {what}")
+        notes.append(f"{where}{total:,} {_inflect(what, total)}")
     return notes
+
+
+def _inflect(what: str, number: int) -> str:
+    """Return a note about several slices or one file with its noun, and verb, for this number of them."""
+    if number == 1:
+        return re.sub(r"\b(slice|event|block|track)s\b", r"\1", what, count=1)
+    what = re.sub(r"^file that is a (\w+) gzip file", r"files that are \1 gzip files", what)
+    return re.sub(r"^file that ends\b", "files that end", re.sub(r"^file without\b", "files without", what))
 
 
 def list_missing_steps(ranks: list[RankColumns]) -> list[str]:
