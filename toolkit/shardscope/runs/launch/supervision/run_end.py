@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import format_count, format_gib
 from shardscope.machine import processes
 from shardscope.records.clock_offsets import read_clock_offsets
 from shardscope.records.folder import NODES, NodeFolder, RunFolder, Status
@@ -167,6 +167,7 @@ class RunEnd:
             # The report's reason is the failure's, with numbers. A stop's reason stays.
             reason = report.reason if reason == failure.reason else reason
         if status == "finished":
+            reason += self._describe_untrained()
             self._write_model_card()
         if status == "failed" and isinstance(self.folder, NodeFolder):
             reason += describe_full_disks(self.folder, markers)
@@ -269,6 +270,22 @@ class RunEnd:
                 write_model_card(run, run.model)
         except Exception as error:
             self.log(f"no model card was written: {type(error).__name__}: {error}")
+
+    def _describe_untrained(self) -> str:
+        """Return that a resumed run had no step left to train, as a clause; empty if it trained."""
+        # A later attempt may only have exported what the one before has trained.
+        if (self.folder.fixed_attempt or 1) > 1:
+            return ""
+        report = read_json(self.folder.engine_report(0)) or {}
+        data, training = report.get("data"), report.get("training")
+        first = data.get("first_step") if isinstance(data, dict) else None
+        total = training.get("num_steps") if isinstance(training, dict) else None
+        if not is_int(first) or not is_int(total) or first < total:
+            return ""
+        return (
+            f"; nothing was trained: num_steps={total} is the total with the steps before, and the "
+            f"checkpoint had {format_count(first, 'step')}"
+        )
 
     def _store_measured_step(self) -> None:
         """Keep the measured step time for later predictions; an error here does not fail the run."""
