@@ -63,3 +63,31 @@ def test_a_function_of_the_user_cannot_be_resumed_and_the_reason_is_given(plan: 
     assert "your own code" in str(why_not_resumable(run))
     with pytest.raises(ValueError, match="launch it again from your notebook"):
         resume_run(run)
+
+
+def test_a_resume_without_steps_left_or_with_other_data_says_so(tmp_path: Path) -> None:
+    """It finished without a word, and trained on other text as if it were the same."""
+    plan, text = tiny_plan("ddp", 2, num_micro_batches=1), tmp_path / "text.txt"
+    text.write_text("Call me Ishmael. " * 500)
+    runs = tmp_path / "runs"
+
+    def train(num_steps: int) -> Run:
+        task = Pretrain(num_steps=num_steps, text=text, save_checkpoint=True, resume=True)
+        run = launch(plan, task, folder=runs, name="exp")
+        assert run.wait(60) == "finished", run.error
+        return run
+
+    assert train(2).reason == "the task returned on every rank"
+    text.write_text("Some years ago, never mind how long. " * 500)
+    other = train(3)
+    assert read_steps(other) == [2] and other.reason == "the task returned on every rank"
+    assert "text.txt has changed (SHA-256 " in other.logs(0)
+
+    fix = r"Pretrain\.num_steps is 2, .*has 3 steps already, .*num_steps=5, for 2 more"
+    with pytest.warns(RuntimeWarning, match=fix):
+        untrained = train(2)
+    assert read_steps(untrained) == [] and untrained.reason == (
+        "the task returned on every rank; nothing was trained: num_steps=2 is the total with the steps "
+        "before, and the checkpoint had 3 steps"
+    )
+    assert "has changed" not in untrained.logs(0)

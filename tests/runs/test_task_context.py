@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 from tests.requirements import needs
 
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import append_line, read_lines
+from shardscope.records.json_files import append_line, read_json, read_lines
 
 torch = needs("torch")
 
 from shardscope.records.private_file import open_private_file  # noqa: E402
+from shardscope.runs.launch import context as context_module  # noqa: E402
 from shardscope.runs.launch.commands import NUM_SLOTS, CommandFeed, PollTable  # noqa: E402
 from shardscope.runs.launch.context import Context  # noqa: E402
 
@@ -60,6 +62,23 @@ def test_fault_23_a_full_disk_costs_metrics_only(
     assert [event["loss"] for event in read_lines(folder.events(0))] == [2.0]
     assert "2 lines of metrics before step 2 were not written" in capsys.readouterr().err
     context.close()
+
+
+def test_fault_23_a_full_disk_costs_records_only(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A built-in task writes its last record after the last step: such a run failed at its end."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    context = make_context(folder)
+    with monkeypatch.context() as full:
+        full.setattr(context_module, "write_json", fail)
+        context.record("data", {"num_steps_done": 4})
+    assert "the record 'data' was not written: [Errno 28]" in capsys.readouterr().err
+    context.record("export", {"num_steps_done": 4})
+    assert sorted(read_json(folder.engine_report(0)) or {}) == ["data", "export"]
 
 
 def test_ranks_agree_on_commands_although_one_runs_ahead(folder: RunFolder) -> None:

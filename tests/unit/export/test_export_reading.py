@@ -440,6 +440,8 @@ def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(
             r"line 22, num-layers-per.*not set with --num-virtual",
         ),
         ("--lr 3e-4", "--optimizer-cpu-offload", r"line 22, optimizer-cpu-offload.*nothing"),
+        # A flag of Megatron-LM, which was named as a misspelled --fp8-format.
+        ("--lr 3e-4", "--fp4-format e2m1", r"line 22, fp4-format.*'e2m1'.*nothing: .*4 bits"),
         ("--lr 3e-4", "--account-for-loss-in-pipeline-split", r"line 22, account-for-loss"),
         ("--lr 3e-4", "--decoder-last-pipeline-num-layers 9", r"line 22, decoder-last.*leave it out"),
     ],

@@ -232,6 +232,23 @@ def test_fault_10_only_the_last_error_in_a_log_counts(tmp_path: Path) -> None:
     assert "GPU memory" in read_reason(-6)
 
 
+def test_a_crash_is_quoted_from_its_first_frame_with_the_path_of_the_log(tmp_path: Path) -> None:
+    """The last 4 KiB of a crash are frames of the launcher and names of modules."""
+    folder = run_folder(tmp_path, make_plan(ss.Layout.ddp()))
+    append_line(folder.exits, {"time": 2.0, "rank": 0, "code": -11})
+
+    def read_text() -> str:
+        return explain_failures(find_failures(folder, 2), {}).text
+
+    assert "Its log, logs/rank-0.log in the run folder, is empty." in read_text()
+    frames = [f'  File "/site-packages/torch/{name}.py", line 5 in call' for name in range(200)]
+    crash = ["Fatal Python error: Segmentation fault", "", '  File "train.py", line 23 in my_kernel', *frames]
+    folder.log(0).write_text("\n".join(["step 7", *crash, ""]))
+    text = read_text()
+    assert "The end of its log, logs/rank-0.log in the run folder:\nstep 7\nFatal Python error" in text
+    assert "in my_kernel" in text and text.endswith("\n...") and len(text) < 6000
+
+
 def test_used_memory_is_read_from_the_cgroup_with_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,19 @@ def test_fault_23_a_hang_is_reported_and_cleared_without_writable_logs(folder: R
     assert watch.check({0: make_steps(10, 1)}, 1.0) == "steps are logged again"
 
 
+def test_fault_23_lost_metrics_on_a_full_disk_are_no_hang(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that trained on was reported to hang, and its ranks not to answer."""
+    watch = HangDetector(folder, 1, least_seconds=2)
+    watch.check({0: make_steps(0, 10)}, 1.0)
+    with monkeypatch.context() as full:
+        full.setattr(RunFolder, "is_on_full_disk", True)
+        (words,) = wait(watch, 8)
+    assert "the disk of " in words and "is full" in words and not watch.hangs
+    assert watch.check({0: make_steps(10, 1)}, 1.0) == "steps are logged again"
+
+
 def test_the_final_status_does_not_wait_for_the_last_writes(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

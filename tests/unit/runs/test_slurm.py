@@ -23,6 +23,12 @@ from shardscope.machine.processes import identify_machine
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
 from shardscope.runs.backends import end_notice, job_watch, node_process, nodes, slurm_job, slurm_submission
+from shardscope.runs.backends.job_log import (
+    describe_failed_setup,
+    find_job_log,
+    read_job_log,
+    watch_setup,
+)
 from shardscope.runs.backends.node_checks import describe_differences, describe_missing_gpus
 from shardscope.runs.backends.node_process import find_address
 from shardscope.runs.backends.nodes import Node
@@ -30,6 +36,7 @@ from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.slurm import parse_minutes
 from shardscope.runs.backends.slurm_job import Job, clean_environment, parse_records
 from shardscope.runs.backends.slurm_submission import Partition, build_parameters
+from shardscope.runs.launch.supervision.run_end import describe_node_logs
 
 PARTITION = Partition("a100", 60, (Node("n1", "10.0.0.1", "n1", 64, (("a100", 8),)),) * 2)
 JOB_LINE = (
@@ -275,6 +282,12 @@ def test_a_node_on_which_slurm_starts_no_process_is_lost_at_once(
     lost = peers.describe_lost()
     assert "node 1" in lost and "on n9" in lost and "Slurmd could not connect IO" in lost
     assert str(first.path) in lost and peers.is_every_end_known() and peers.list_lost_names() == ["n9"]
+    # The error named nodes/<node>/supervisor.log, which such a node has not.
+    assert describe_node_logs(first, peers.lost) == " Logs in the run folder: slurm/7_0_log.err."
+    peers_folder = first.create_peer(1)
+    peers_folder.own.mkdir(exist_ok=True)
+    peers_folder.supervisor_log.write_text("")
+    assert describe_node_logs(first, peers.lost) == " Logs in the run folder: nodes/1/supervisor.log."
 
 
 def test_nodes_have_ranks_and_files_of_their_own(tmp_path: Path) -> None:
@@ -387,10 +400,45 @@ def test_the_reason_of_a_failed_job_is_the_cause_in_its_log(tmp_path: Path) -> N
     # As of Slurm with a ss.Slurm(python=) that the nodes do not have.
     cause = "slurmstepd-node1: error: execve(): /opt/python: No such file or directory"
     code = "srun: error: node{0}: task {0}: Exited with exit code 2"
-    log.write_text(f"{code.format(2)}\n{cause}\n{code.format(1)}\nsrun: Terminating StepId=7.0\n")
-    assert job_watch.read_submission_log(folder) == cause
+    text = f"{code.format(2)}\n{cause}\n{code.format(1)}\nsrun: Terminating StepId=7.0"
+    log.write_text(f"{text}\n")
+    # The line and the whole end: one line alone may be general advice, and the path was missing.
+    assert read_job_log(folder) == (
+        cause,
+        f"The end of the job's log, slurm/7_0_log.err in the run folder:\n{text}",
+    )
     log.write_text(f"{code.format(1)}\n")
-    assert job_watch.read_submission_log(folder) == code.format(1)
+    assert read_job_log(folder)[0] == code.format(1)
+    log.write_text("")
+    assert read_job_log(folder) == ("", "") and find_job_log(folder) is None
+
+
+@pytest.mark.parametrize("sets_e", [False, True])
+def test_a_failed_line_of_the_setup_is_named(sets_e: bool, tmp_path: Path) -> None:
+    """Without `set -e` the job went on, and nothing said that its module was not loaded."""
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "slurm").mkdir(parents=True)
+    log, script = folder.path / "slurm" / "7_0_log.err", tmp_path / "job.sh"
+    lines = [
+        "module() { echo 'Unknown module: cuda/99' >&2; echo 'Try module spider' >&2; return 3; }",
+        *(["set -e"] if sets_e else []),
+        "if false; then echo; fi",
+        "for name in cuda/99; do",
+        '  module load "$name"',
+        "done",
+        "false || true",
+    ]
+    script.write_text("\n".join([*watch_setup(lines), "false", "echo started", ""]))
+    with log.open("w") as errors:
+        done = subprocess.run(
+            ["bash", str(script)], check=False, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    assert done.stdout == ("" if sets_e else "started\n")
+    assert describe_failed_setup(folder) == (
+        "ss.Slurm(setup=...) failed in 'module load \"$name\"' (exit code 3)"
+    )
+    assert read_job_log(folder)[0] == "Try module spider"
+    assert watch_setup([]) == [] and watch_setup(["trap 'echo' ERR"]) == ["trap 'echo' ERR"]
 
 
 SCONTROL = """

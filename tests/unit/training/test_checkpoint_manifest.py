@@ -239,6 +239,32 @@ def test_fault_50_checkpoints_that_this_user_did_not_save_are_named(tmp_path: Pa
     assert (choice.checkpoint, [taken.path for taken in choice.skipped]) == (own, [newest])
 
 
+def truncate(checkpoint: Path) -> None:
+    """Cut a file, as a full disk or an interrupted copy does."""
+    (checkpoint / "__0_0.distcp").write_bytes(b"")
+
+
+def test_damaged_checkpoints_are_not_suggested_by_their_path(tmp_path: Path) -> None:
+    """Their path raises ``ValueError``: the advice named it as what to trust."""
+    runs = tmp_path / "runs"
+    newest = save_checkpoint(runs / "exp")
+    truncate(newest)
+    choice = choose_by_name(runs, "exp")
+    with pytest.raises(ValueError, match=r"__0_0\.distcp has 0 of the ") as error:
+        check_any_usable(choice, "Pretrain.resume")
+    words = str(error.value)
+    assert words.endswith("Nearest fix: resume=False to start from the beginning.")
+    assert "trust" not in words and "resume='" not in words
+
+    # One of another machine that is complete loads by its path.
+    unsigned = save_checkpoint(runs / "exp", steps=5, signed=False)
+    choice = choose_by_name(runs, "exp")
+    assert [skipped.path for skipped in choice.skipped] == [newest, unsigned]
+    with pytest.raises(ValueError, match="If you trust step-000005") as error:
+        check_any_usable(choice, "Pretrain.resume")
+    assert f"Nearest fix: resume={str(unsigned)!r}, or resume=False" in str(error.value)
+
+
 def test_fault_50_a_launch_warns_of_checkpoints_that_it_skips(tmp_path: Path) -> None:
     plan = Plan(models["gpt2"], Cluster.parse("2xcpu"), Recipe(seq_len=64, global_batch_size=2), Layout.ddp())
     save_checkpoint(tmp_path / "exp", created=1.0)

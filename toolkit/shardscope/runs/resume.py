@@ -145,10 +145,16 @@ def _build_resuming_task(run: Run, description: Mapping[str, object]) -> tuple[T
     choice = choose_for_resume(run.folder, description)
     checkpoint = choice.checkpoint
     if checkpoint is None and choice.skipped:
-        newest = choice.skipped[0]
+        unsigned, newest = choice.loadable, choice.skipped[0]
+        if unsigned is None:
+            raise _CannotResumeError(
+                f"its checkpoint is damaged ({newest.path.name}: {newest.why})",
+                "launch it again, or copy that file there again",
+            )
         raise _CannotResumeError(
-            f"your own launches on this machine saved no checkpoint of it ({newest.path.name}: {newest.why})",
-            f"if you trust it, launch a task with resume={str(newest.path)!r}",
+            "your own launches on this machine saved no checkpoint of it "
+            f"({unsigned.path.name}: {unsigned.why})",
+            f"if you trust it, launch a task with resume={str(unsigned.path)!r}",
         )
     if checkpoint is None:
         raise _CannotResumeError("the run saved no complete checkpoint", "launch it again")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardscope.core.number_format import format_count
 from shardscope.training.accounting.memory_watch import Snapshot
 from shardscope.training.accounting.tensors import read_device_bytes
 from shardscope.training.checkpoints.folders import checkpoint_path, delete_older
@@ -65,7 +66,8 @@ def train(
     is_stopped = False
     # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
-        print(f"no steps are left to train: num_steps is {schedule.num_steps:,}", flush=True)
+        done = format_count(first, "step")
+        print(f"nothing is left to train: num_steps is {schedule.num_steps:,}, after {done}", flush=True)
     # Context managers, so that a recording in progress also ends when a step fails.
     with Recorder(ctx, engine.list_layers) as recorder, Snapshot(ctx) as snapshot:
         if memory_snapshot:

@@ -73,7 +73,10 @@ class RunOptions(Picker):
             "", "Peak learning rate; empty: the default for this model", "72px"
         )
         self.profile = _create_checkbox(
-            "Record a trace", "Profile a few steps after warm-up on every rank, for the Trace tab", value=True
+            "Record a trace",
+            "Profile a few steps after warm-up on every rank, with the sizes of inputs, for the Trace tab. "
+            "For stacks, memory or layers: Profile the next steps, on the Run tab, from the launch on.",
+            value=True,
         )
         self.outlive = _create_checkbox(
             "Keep running if the kernel stops",

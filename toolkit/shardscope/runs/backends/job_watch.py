@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 import time
 
 from shardscope.records.attempts import has_begun
-from shardscope.records.folder import FINAL, SUBMISSION, RunFolder
-from shardscope.records.json_files import partial_file, read_json, read_lines, read_tail_text, write_json
+from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.json_files import partial_file, read_json, read_lines, write_json
+from shardscope.runs.backends.job_log import describe_failed_setup, find_job_log, read_job_log
 from shardscope.runs.backends.slurm_job import Job, SlurmError, explain_end, read_job, read_job_id
 from shardscope.runs.stop_request import describe_stop_request
 
@@ -28,9 +28,6 @@ PATIENCE_SECONDS = 10.0
 """Time after the end of a job before its run counts as failed: on NFS, files appear seconds late."""
 SUBMIT_PATIENCE_SECONDS = 150.0
 """Time after which a run without a job id counts as never submitted."""
-LOG_CHARACTERS = 1000
-EXIT_CODE = re.compile(r"srun: (?:error: \S+: tasks? [\d,-]+: (?:Exited with|Terminated|Killed)|Terminating)")
-"""Lines with which srun ends the log of a failed step, after those of the node that name the cause."""
 
 
 class JobWatch:
@@ -149,8 +146,12 @@ class JobWatch:
             return {"status": "stopped", "reason": reason}
         state = f"ended as {job.state}" if job is not None else "is not known to Slurm any more"
         reason = f"job {job_id} {state}, and no node has written into the run folder"
-        log = read_submission_log(self._folder)
-        return {"status": "failed", "reason": f"{reason}. Its log: {log}" if log else reason}
+        failed_setup = describe_failed_setup(self._folder)
+        line, log = read_job_log(self._folder)
+        if not log:
+            return {"status": "failed", "reason": reason}
+        causes = "; ".join(filter(None, (failed_setup, f"{find_job_log(self._folder)} ends with: {line}")))
+        return {"status": "failed", "reason": f"{reason}. {causes}", "error": f"{reason}.\n\n{log}"}
 
     def _store_end(self, end: dict[str, object]) -> dict[str, object]:
         """Write the end of a run that no node will write, unless another process was faster."""
@@ -177,14 +178,3 @@ def describe_live_job(job_id: str, job: Job, before: str = "") -> dict[str, obje
     if job.start:
         reason += f"; estimated start {job.start.replace('T', ' ')}"
     return {"status": "queued", "reason": reason}
-
-
-def read_submission_log(folder: RunFolder) -> str:
-    """Return the last line of the job's first error log that is not only srun's exit code of a task."""
-    with contextlib.suppress(OSError):
-        for path in sorted((folder.path / SUBMISSION).glob("*.err")):
-            text = read_tail_text(path, LOG_CHARACTERS).strip()
-            if text:
-                lines = text.splitlines()
-                return next((line for line in reversed(lines) if not EXIT_CODE.match(line)), lines[-1])
-    return ""

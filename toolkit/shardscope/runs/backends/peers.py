@@ -136,6 +136,11 @@ class Peers:
             for node, (beat, seen) in self._beats.items()
         )
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The numbers of the nodes that were found lost."""
+        return tuple(sorted(self._lost))
+
     def list_lost_names(self) -> list[str]:
         """Return the scheduler's names of the nodes that were found lost, as far as they are known."""
         names = [

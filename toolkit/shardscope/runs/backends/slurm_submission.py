@@ -19,6 +19,7 @@ from shardscope.core.errors import Value, find_nearest, refuse
 from shardscope.machine.python_process import build_module_command
 from shardscope.records.folder import SUBMISSION, RunFolder
 from shardscope.records.json_files import write_json
+from shardscope.runs.backends.job_log import watch_setup
 from shardscope.runs.backends.nodes import (
     Node,
     NodePool,
@@ -272,7 +273,7 @@ def build_parameters(
         "time": minutes,
         "nodes": cluster.num_nodes,
         "ntasks_per_node": 1,
-        "setup": list(target.setup),
+        "setup": watch_setup(target.setup),
         **{
             name: value
             for name in ("account", "qos", "constraint")

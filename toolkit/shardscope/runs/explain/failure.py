@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from shardscope.records.clock_offsets import NO_OFFSETS, ClockOffsets, read_clock_offsets
@@ -44,6 +45,13 @@ SIGNAL_WORDS = {
     SIGBUS: "crashed with SIGBUS, most likely because /dev/shm is full",
     SIGABRT: "aborted with SIGABRT; the end of its log says why",
 }
+
+LOG_CHARACTERS = 4096
+"""Number of last characters of a log that an error quotes."""
+CRASH_BYTES = 2**16
+"""End of a log in which the message of a crash is searched: stacks of all threads may follow it."""
+FATAL_ERROR = "Fatal Python error: "
+"""Start of the fault handler's output (CPython, Modules/faulthandler.c), before the stacks."""
 
 TRACEBACK_FRAME = re.compile(r'^  File ".*", line \d+, in .*$', re.MULTILINE)
 """A frame of an exception's traceback; faulthandler's frames have no comma before "in"."""
@@ -156,6 +164,18 @@ def find_last_raised(log: str, code: int | None) -> str:
     return next((line for line in lines if line and not line.startswith(" ")), "")
 
 
+def _read_log_end(path: Path, *, is_crash: bool) -> str:
+    """Return the end of a rank's log; after a crash, from the message of Python's fault handler on."""
+    log = read_tail_text(path, CRASH_BYTES)
+    crash = log.rfind(FATAL_ERROR) if is_crash else -1
+    if crash < 0:
+        return log[-LOG_CHARACTERS:]
+    # The frame that crashed is the first one; the last lines are frames of the launcher and names of modules.
+    start = log.rfind("\n", 0, max(0, crash - LOG_CHARACTERS // 4)) + 1
+    end = crash + LOG_CHARACTERS
+    return log[start:end] + ("\n..." if end < len(log) else "")
+
+
 def _list_parts(folder: RunFolder) -> Sequence[RunFolder]:
     """Return the folders of the run's nodes, or this folder: those with files of a launcher."""
     return folder.list_nodes() or [folder]
@@ -219,12 +239,14 @@ def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
     else:
         how = describe_exit(code, on_full_disk=folder.is_on_full_disk)
     reason = f"rank {rank} {how}"
-    log = read_tail_text(folder.log(rank), 4096)
+    log = _read_log_end(folder.log(rank), is_crash=code is not None and code < 0)
+    name = f"{folder.log(rank).relative_to(folder.path)} in the run folder"
+    end = f"The end of its log, {name}:\n{log}" if log.strip() else f"Its log, {name}, is empty."
     return Failure(
         rank=rank,
         time=record.time,
         reason=reason,
-        text=f"{reason}.\nThe end of its log:\n{log}",
+        text=f"{reason}.\n{end}",
         raised=find_last_raised(log, code),
         # torch elastic ends the other ranks with SIGTERM, a supervisor on a scheduler's node with SIGHUP;
         # nothing else sends these to a rank.

@@ -189,7 +189,11 @@ class Context:
     def record(self, name: str, mapping: Mapping[str, object]) -> None:
         """Write what an engine built (shards, stage, groups), for ``run.engine_reports()``."""
         self._recorded[name] = dict(mapping)
-        write_json(self._folder.engine_report(self.rank), self._recorded)
+        try:
+            write_json(self._folder.engine_report(self.rank), self._recorded)
+        except OSError as error:
+            # A full disk costs a record, not the training run; the next one has this one too.
+            _print_notice(f"the record {name!r} was not written: {error}")
 
     def barrier(self) -> None:
         """Wait for every rank."""

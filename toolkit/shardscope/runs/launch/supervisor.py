@@ -29,6 +29,7 @@ from shardscope.records.folder_checks import open_part
 from shardscope.records.json_files import LineTail, read_json, write_json
 from shardscope.records.json_values import is_int
 from shardscope.records.regular_files import open_to_append
+from shardscope.runs.backends.job_log import describe_failed_setup
 from shardscope.runs.backends.next_attempt import (
     AttemptEnding,
     begin_attempt,
@@ -310,7 +311,9 @@ class Supervisor:
         records = [read_json(self.folder.rank(rank)) for rank in range(self.world_size)]
         if all(record is not None and "ready" in record for record in records):
             self.ranks_are_up = True
-            self.set_status("running", f"{self.world_size} rank{'s' * (self.world_size > 1)} at work")
+            failed_setup = "" if self.peers is None else describe_failed_setup(self.folder)
+            at_work = f"{self.world_size} rank{'s' * (self.world_size > 1)} at work"
+            self.set_status("running", "; ".join(filter(None, (at_work, failed_setup))))
 
     def _send_heartbeat(self) -> None:
         if self._check_path() == "this folder":
@@ -420,6 +423,7 @@ class Supervisor:
             a_rank_died=self.stop.a_rank_died,
             ended_leftovers=self.ended_leftovers,
             lost_node=self.lost_node,
+            lost_numbers=() if self.peers is None else self.peers.lost,
         )
 
     def _wait_for_peers(self, folder: NodeFolder) -> None:

@@ -75,6 +75,7 @@ class HangDetector:
         """Whether a hang was reported and no step was logged since."""
         self.report: HangReport | None = None
         """Where the ranks stand since they were examined; None once a step is logged."""
+        self._has_reported_full_disk = False
         self._seconds_since_request: float | None = None
         self._next_request_after = 0.0
         self._stacks = StackRequests(folder, world_size)
@@ -92,6 +93,9 @@ class HangDetector:
         still = {rank: self.ranks[rank] for rank in self.ranks if self._is_still(rank)}
         if not still:
             return self._recover()
+        # On a full disk lines of metrics are lost, and stacks would be too: the ranks may well train on.
+        if not self.hangs and self.folder.is_on_full_disk:
+            return self._report_full_disk()
         waited = max(progress.still_seconds for progress in still.values())
         if self.hangs or waited < self._next_request_after:
             return None
@@ -119,12 +123,22 @@ class HangDetector:
         # A rank whose task has returned or failed logs no more steps.
         return "exit" not in (read_json(self.folder.rank(rank)) or {})
 
+    def _report_full_disk(self) -> str | None:
+        self._seconds_since_request = None
+        if self._has_reported_full_disk:
+            return None
+        self._has_reported_full_disk = True
+        return (
+            f"no step is recorded, because the disk of {self.folder.path} is full. Metrics and output are "
+            "lost while the ranks train on. Nearest fix: free some space on that disk"
+        )
+
     def _recover(self) -> str | None:
         self._next_request_after, self._seconds_since_request = 0.0, None
         self.report = None
-        if not self.hangs:
+        if not self.hangs and not self._has_reported_full_disk:
             return None
-        self.hangs = False
+        self.hangs = self._has_reported_full_disk = False
         return "steps are logged again"
 
     def _judge(self, still: Mapping[int, Progress], waited: float) -> str | None:

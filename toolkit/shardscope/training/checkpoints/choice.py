@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardscope.core.errors import refuse
 from shardscope.training.checkpoints.folders import is_complete, list_checkpoints
-from shardscope.training.checkpoints.manifest import UnsignedError, check_signed, read_run
+from shardscope.training.checkpoints.manifest import UnsignedError, check_signed, find_damage, read_run
 
 MAX_NAMED = 3
 """Maximum number of skipped checkpoints named in a message."""
@@ -22,11 +22,13 @@ MAX_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A skipped checkpoint, without proof that this user's launch saved it."""
+    """A skipped checkpoint: a damaged one, or one without proof that this user's launch saved it."""
 
     path: Path
     why: str
     """Reason, a clause without a period."""
+    is_damaged: bool = False
+    """Whether files are missing or truncated, so that its path raises ``ValueError``."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.why}"
@@ -47,14 +49,22 @@ class Choice:
         listed = "; ".join(map(str, self.skipped[:MAX_NAMED]))
         more = len(self.skipped) - MAX_NAMED
         rest = f"; and {more:,} more" if more > 0 else ""
-        return f"not used: {listed}{rest}. {self.how_to_use}."
+        return f"not used: {listed}{rest}. {self.how_to_use}".rstrip(" .") + "."
+
+    @property
+    def loadable(self) -> Skipped | None:
+        """The first skipped checkpoint with all of its files, which loads by its path; None if none has."""
+        return next((skipped for skipped in self.skipped if not skipped.is_damaged), None)
 
     @property
     def how_to_use(self) -> str:
-        """Clause that says how to use the first skipped checkpoint anyway."""
+        """Clause that says how to use :attr:`loadable` anyway; empty if it is None."""
+        if self.loadable is None:
+            return ""
+        which = "it" if len(self.skipped) == 1 else self.loadable.path.name
         return (
-            "If you trust it (you saved it on another machine, say), name its path: "
-            f"resume={str(self.skipped[0].path)!r} loads tensors, plain values and its format's classes"
+            f"If you trust {which} (you saved it on another machine, say), name its path: "
+            f"resume={str(self.loadable.path)!r} loads tensors, plain values and its format's classes"
         )
 
 
@@ -101,7 +111,7 @@ def choose_for_resume(folder: Path, description: Mapping[str, object]) -> Choice
     try:
         check_signed(path)
     except UnsignedError as error:
-        return Choice(checkpoint=None, skipped=(*own_choice.skipped, Skipped(path=path, why=str(error))))
+        return Choice(checkpoint=None, skipped=(*own_choice.skipped, _describe_unsigned(path, error)))
     return Choice(checkpoint=path, skipped=own_choice.skipped)
 
 
@@ -111,12 +121,13 @@ def check_any_usable(choice: Choice, field: str) -> None:
     With ``resume=True`` a run must not silently start from step 0.
     """
     if choice.checkpoint is None and choice.skipped:
+        named = "" if choice.loadable is None else f"resume={str(choice.loadable.path)!r}, or "
         refuse(
             field,
             True,
-            f"a checkpoint that your own launches on this machine saved. {choice.notice[:1].upper()}"
-            f"{choice.notice[1:].rstrip('.')}",
-            f"resume={str(choice.skipped[0].path)!r}, or resume=False to start from the beginning",
+            "a complete checkpoint that your own launches on this machine saved. "
+            f"{choice.notice[:1].upper()}{choice.notice[1:].rstrip('.')}",
+            f"{named}resume=False to start from the beginning",
         )
 
 
@@ -136,24 +147,33 @@ def list_runs_by_name(parent: Path, name: str) -> list[Path]:
 
 def _choose_newest(folders: list[Path]) -> Choice:
     # Report the newest skipped checkpoint of each folder only: all older ones would have the same reason.
+    # If it is damaged, also the newest one that its path loads.
     skipped: list[Skipped] = []
     for folder in folders:
-        newest_skipped: Skipped | None = None
+        reported: list[Skipped] = []
         for path in reversed(list_checkpoints(folder)):
-            if (why := _explain_skip(path, folder)) is None:
-                all_skipped = (*skipped, *filter(None, (newest_skipped,)))
-                return Choice(checkpoint=path, skipped=all_skipped)
-            newest_skipped = newest_skipped or Skipped(path=path, why=why)
-        skipped += filter(None, (newest_skipped,))
+            if (reason := _explain_skip(path, folder)) is None:
+                return Choice(checkpoint=path, skipped=(*skipped, *reported))
+            if not reported or (all(known.is_damaged for known in reported) and not reason.is_damaged):
+                reported.append(reason)
+        skipped += reported
     return Choice(checkpoint=None, skipped=tuple(skipped))
 
 
-def _explain_skip(path: Path, folder: Path) -> str | None:
+def _explain_skip(path: Path, folder: Path) -> Skipped | None:
     try:
         saved_by = check_signed(path)
     except UnsignedError as error:
-        return str(error)
+        return _describe_unsigned(path, error)
     # Otherwise a copy of an old checkpoint in a forged folder of a new run would count as the newest.
     if saved_by != read_run(folder):
-        return f"it was saved by another run than this folder says ({saved_by.name or 'one without a name'})"
+        name = saved_by.name or "one without a name"
+        return Skipped(path=path, why=f"it was saved by another run than this folder says ({name})")
     return None
+
+
+def _describe_unsigned(path: Path, error: UnsignedError) -> Skipped:
+    # A disk that was full or a copy that was interrupted leaves truncated files. Their signature fails too,
+    # but trusting them does not help.
+    damage = find_damage(path)
+    return Skipped(path=path, why=damage or str(error), is_damaged=damage is not None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, write_json
 from shardscope.training.examples.rows import ARROW_STATE, describe_source, find_files
 from shardscope.training.examples.token_table import IDS, LOSS, RowCounts
@@ -41,6 +43,26 @@ def describe_examples(source: object, folder: Path) -> dict[str, object]:
     for name in (IDS, LOSS):
         digest.update(_hash_file(folder / name).encode())
     return {"name": describe_source(source), "sha256": digest.hexdigest(), "hashed": "tokens", **counts}
+
+
+def describe_changed_data(checkpoint: Path, source: Mapping[str, object]) -> str:
+    """Return how the data ``source`` differ from those of the run that saved ``checkpoint``.
+
+    A sentence, empty if they are the same or if it is not known.
+    """
+    saving_run = RunFolder(checkpoint.parent.parent)
+    before = (read_json(saving_run.engine_report(0)) or {}).get("data_source")
+    if not isinstance(before, dict) or not all("sha256" in record for record in (before, source)):
+        return ""
+    if before.get("hashed") != source.get("hashed") or before["sha256"] == source["sha256"]:
+        return ""
+    names = (before.get("name"), source.get("name"))
+    what = f"{names[0]} has changed" if names[0] == names[1] else f"{names[1]} is not {names[0]}"
+    return (
+        f"the data are not those of the run that saved the checkpoint: {what} (SHA-256 "
+        f"{str(before['sha256'])[:12]} before, {str(source['sha256'])[:12]} now). The steps continue at "
+        "their number, so some of the data may be read again, and some never"
+    )
 
 
 def hash_path(path: Path) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.errors import refuse
 from shardscope.core.layout import Layout
+from shardscope.core.number_format import format_count, join_list
 from shardscope.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -45,15 +46,21 @@ def check_disk_space(task: TextTask, plan: Plan, folder: Path) -> None:
         return
     parts = []
     if written.num_checkpoints:
-        parts.append(f"{written.num_checkpoints} checkpoints of {written.checkpoint / 1e9:.2f} GB")
+        size = _format_bytes(written.checkpoint)
+        parts.append(f"{format_count(written.num_checkpoints, 'checkpoint')} of {size}")
     if written.export:
-        parts.append(f"{written.export / 1e9:.2f} GB of exported weights")
+        parts.append(f"{_format_bytes(written.export)} of exported weights")
+    parts.append(f"{_format_bytes(SPARE_BYTES)} of metrics and logs")
     allowed = (
-        f"a folder on a disk with {needed / 1e9:.2f} GB free, for {' and '.join(parts)}: "
-        f"this one has {free / 1e9:.2f} GB"
+        f"a folder on a disk with {_format_bytes(needed)} free, for {join_list(parts)}: "
+        f"this one has {_format_bytes(free)}"
     )
     fewer = ", or keep_last=1" if written.num_checkpoints > 2 else ""
     refuse("launch.folder", str(folder), allowed, f"free some space, or folder= on another disk{fewer}")
+
+
+def _format_bytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def compute_written_bytes(task: TextTask, plan: Plan) -> WrittenBytes:

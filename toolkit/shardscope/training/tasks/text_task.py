@@ -29,6 +29,8 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.planner.checks.case import Case
 from shardscope.planner.checks.checkpoints import check_resumed_checkpoint
 from shardscope.records.folder import EXPORT
+from shardscope.records.json_files import read_json
+from shardscope.records.json_values import is_int
 from shardscope.training.checkpoints.choice import (
     Choice,
     check_any_usable,
@@ -36,12 +38,12 @@ from shardscope.training.checkpoints.choice import (
     choose_for_rank,
     find_checkpoint,
 )
-from shardscope.training.checkpoints.folders import list_checkpoints
+from shardscope.training.checkpoints.folders import POSITION_FILE, list_checkpoints
 from shardscope.training.checkpoints.manifest import find_damage
 from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.data.windows import check_text_length
-from shardscope.training.examples.source_record import describe_file
+from shardscope.training.examples.source_record import describe_changed_data, describe_file
 from shardscope.training.optimizers.schedule import (
     DEFAULT_SCHEDULE,
     DEFAULT_WARMUP,
@@ -276,7 +278,10 @@ class TextTask(ABC):
         # The notebook reads num_steps here if the launch could not know it; the model card reads all.
         ctx.record("training", schedule.describe())
         if ctx.rank == 0:
-            ctx.record("data_source", self.describe_data(ctx.folder))
+            data_source = self.describe_data(ctx.folder)
+            if resumed is not None and (notice := describe_changed_data(resumed, data_source)):
+                print(notice, flush=True)
+            ctx.record("data_source", data_source)
         if validation is not None:
             engine.validation_state = validation.describe_state()
         print(
@@ -443,15 +448,32 @@ class TextTask(ABC):
         if self.profile == "nsys" and shutil.which("nsys") is None:
             allowed = "True or False: there is no nsys on PATH (NVIDIA Nsight Systems)"
             refuse(self._field("profile"), self.profile, allowed, Value(True))
-        if self.resume is not True or name is None:
+        checkpoint = self.resume_from
+        if self.resume is True and name is not None:
+            # The ranks choose again when they start; this warns in the notebook, before anything runs.
+            choice = choose_by_name(folder, name)
+            check_any_usable(choice, self._field("resume"))
+            if choice.notice:
+                warnings.warn(f"{self._field('resume')}: {choice.notice}", RuntimeWarning, stacklevel=2)
+            checkpoint = choice.checkpoint
+            if checkpoint is not None:
+                self._check_loads(checkpoint, plan)
+        if checkpoint is not None:
+            self._warn_of_no_steps(checkpoint)
+
+    def _warn_of_no_steps(self, checkpoint: Path) -> None:
+        """Warn if ``checkpoint`` has all of the run's steps. No error: such a run may export the weights."""
+        done = (read_json(checkpoint / POSITION_FILE) or {}).get("num_steps_done")
+        total = self.planned_steps
+        if total is None or not is_int(done) or done < total:
             return
-        # The ranks choose again when they start; this warns in the notebook, before anything runs.
-        choice = choose_by_name(folder, name)
-        check_any_usable(choice, self._field("resume"))
-        if choice.notice:
-            warnings.warn(f"{self._field('resume')}: {choice.notice}", RuntimeWarning, stacklevel=2)
-        if choice.checkpoint is not None:
-            self._check_loads(choice.checkpoint, plan)
+        warnings.warn(
+            f"{self._field('num_steps')} is {total:,}, the total with the steps before; {checkpoint} has "
+            f"{format_count(done, 'step')} already, so nothing will be trained. Nearest fix: "
+            f"num_steps={done + total}, for {total:,} more.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
         """Raise ``ValueError`` if the text in ``field`` has too few tokens for ``plan``."""

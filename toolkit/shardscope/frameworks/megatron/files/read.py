@@ -63,7 +63,10 @@ SIZES = {
     "micro_batch_size": "micro-batch-size",
     "global_batch_size": "global-batch-size",
 }
-REFUSED = {"optimizer-cpu-offload": "plans have no optimizer state on the host for Megatron"}
+REFUSED = {
+    "optimizer-cpu-offload": "plans have no optimizer state on the host for Megatron",
+    "fp4-format": "plans have no training in 4 bits; --fp8-format hybrid trains in 8",
+}
 """Flags whose effect on memory or time has no formula."""
 CHUNK = "num-layers-per-virtual-pipeline-stage"
 COUNTED_ENDS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
@@ -82,7 +85,7 @@ ALONE = frozenset({
     "qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention",
     "moe-router-pre-softmax", *COUNTED_ENDS, "fp16", "bf16", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "cross-entropy-loss-fusion", "recompute-activations",
-    "use-flash-attn", *REFUSED,
+    "use-flash-attn", "optimizer-cpu-offload",
 })  # fmt: skip
 """Flags without a value."""
 MISSPELT = 0.9

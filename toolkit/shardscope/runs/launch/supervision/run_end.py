@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import format_count, format_gib
 from shardscope.machine import processes
 from shardscope.records.clock_offsets import read_clock_offsets
-from shardscope.records.folder import NODES, NodeFolder, RunFolder, Status
+from shardscope.records.folder import NodeFolder, RunFolder, Status
 from shardscope.records.json_files import (
     append_line,
     delete_partial_files,
@@ -28,6 +28,7 @@ from shardscope.records.json_files import (
 )
 from shardscope.records.json_values import is_int
 from shardscope.records.regular_files import open_new
+from shardscope.runs.backends.job_log import describe_failed_setup, find_job_log
 from shardscope.runs.explain.failure import Failure, find_failures
 from shardscope.runs.explain.failure_report import FailureReport, explain_failures
 from shardscope.runs.trackers import TrackerProcess
@@ -69,6 +70,8 @@ class Outcome:
     """The processes that outlived every task and were killed for it; empty if there were none."""
     lost_node: str
     """Which other node is lost; empty if none is."""
+    lost_numbers: Sequence[int] = ()
+    """The numbers of the lost nodes."""
 
 
 class FinalStatus(NamedTuple):
@@ -164,9 +167,12 @@ class RunEnd:
         if failure is not None and is_reported:
             report = self._explain_failure(failures)
             details = {"error": report.text, "rank": failure.rank}
+            if isinstance(self.folder, NodeFolder) and (setup := describe_failed_setup(self.folder)):
+                details["error"] = f"{report.text}\n\nBefore, {setup}: see {find_job_log(self.folder)}."
             # The report's reason is the failure's, with numbers. A stop's reason stays.
             reason = report.reason if reason == failure.reason else reason
         if status == "finished":
+            reason += self._describe_untrained()
             self._write_model_card()
         if status == "failed" and isinstance(self.folder, NodeFolder):
             reason += describe_full_disks(self.folder, markers)
@@ -201,7 +207,7 @@ class RunEnd:
             rank=None,
             time=0.0,
             reason=outcome.lost_node,
-            text=f"{outcome.lost_node}. The end of its log is in {NODES}/<node>/supervisor.log.",
+            text=f"{outcome.lost_node}.{describe_node_logs(self.folder, outcome.lost_numbers)}",
             raised="",
             is_consequence=False,
         )
@@ -270,6 +276,22 @@ class RunEnd:
         except Exception as error:
             self.log(f"no model card was written: {type(error).__name__}: {error}")
 
+    def _describe_untrained(self) -> str:
+        """Return that a resumed run had no step left to train, as a clause; empty if it trained."""
+        # A later attempt may only have exported what the one before has trained.
+        if (self.folder.fixed_attempt or 1) > 1:
+            return ""
+        report = read_json(self.folder.engine_report(0)) or {}
+        data, training = report.get("data"), report.get("training")
+        first = data.get("first_step") if isinstance(data, dict) else None
+        total = training.get("num_steps") if isinstance(training, dict) else None
+        if not is_int(first) or not is_int(total) or first < total:
+            return ""
+        return (
+            f"; nothing was trained: num_steps={total} is the total with the steps before, and the "
+            f"checkpoint had {format_count(first, 'step')}"
+        )
+
     def _store_measured_step(self) -> None:
         """Keep the measured step time for later predictions; an error here does not fail the run."""
         # Imported lazily: it would slow down the supervisor's start.
@@ -279,6 +301,20 @@ class RunEnd:
             store_measured_step(self.folder, self.description)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.log(f"the measured step was not stored: {error}")
+
+
+def describe_node_logs(folder: RunFolder, nodes: Sequence[int]) -> str:
+    """Return where lost nodes may have written why, as a sentence; empty if there is no such file."""
+    if not isinstance(folder, NodeFolder):
+        return ""
+    logs = [folder.create_peer(node).supervisor_log for node in nodes]
+    # A node whose process did not start has no log: srun writes why into the job's.
+    paths = [path.relative_to(folder.path) for path in logs if path.is_file()]
+    if len(paths) < len(nodes) and (job_log := find_job_log(folder)) is not None:
+        paths.append(job_log)
+    if not paths:
+        return ""
+    return f" Logs in the run folder: {', '.join(map(str, paths))}."
 
 
 def describe_full_disks(folder: NodeFolder, markers: Sequence[Mapping[str, object]]) -> str:
