@@ -461,11 +461,15 @@ def test_files_md_gives_the_reason_for_each_missing_file() -> None:
     pipeline = ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2(pp=2))
     assert "pp=2" in render_texts(pipeline)["FILES.md"]
     only = "Only Shardscope's engine trains this: "
+    neither = "Neither train.py nor Shardscope's engine trains this: "
     plans = {
-        f"{only}Recipe.optimizer is 'paged_adamw', and train.py supports 'adamw' or": build_small_plan(
+        f"{neither}Recipe.optimizer is 'paged_adamw', and train.py supports 'adamw' or": build_small_plan(
             ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="paged_adamw"
         ),
-        f"{only}Recipe.kernels is 'liger'": build_small_plan(
+        f"{neither}Recipe.precision is 'fp8-mixed'": build_small_plan(
+            ss.Layout.fsdp2(), "8xh100-sxm-80gb", precision="fp8-mixed"
+        ),
+        f"{neither}Recipe.kernels is 'liger'": build_small_plan(
             ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"
         ),
         f"{only}Recipe.loss is 'chunked'": build_small_plan(

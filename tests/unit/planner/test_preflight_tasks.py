@@ -369,6 +369,8 @@ def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
     for now in (make_plan(), make_plan("llama-3.1-8b", ss.Layout.zero())):
         (findings,) = [one for one in now.findings(task) if one.name.startswith("checkpoint-of-another")]
         assert findings.plan is not None and list_findings(findings.plan, path) == set()
+    assert findings.change == "Go on with FSDP2"
+    assert "resume it with FSDP2 and export=True, and start ss.Finetune(run.model)" in findings.why
 
 
 @pytest.mark.parametrize(

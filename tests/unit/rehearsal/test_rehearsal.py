@@ -115,6 +115,12 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
         build_small_plan(ss.Layout.fsdp2()).rehearse(timeout=timeout)
 
 
+def test_without_torch_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "NEEDED", ("torch", "absent_package"))
+    with pytest.raises(ImportError, match=r'needs absent_package: pip install "shardscope\[train\]"'):
+        build_small_plan(ss.Layout.fsdp2()).rehearse()
+
+
 @thorough()
 def test_plans_that_the_engine_does_not_run_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"Layout\.cp is 2.*context"):

@@ -67,6 +67,12 @@ def test_every_puzzle_is_solvable_and_its_start_is_no_solution(name: str) -> Non
     assert [one.solved for one in teach.progress()] == [(f"puzzle-{name}",)]
 
 
+def test_context_parallelism_alone_solves_level_2_and_not_level_3() -> None:
+    layouts = [ss.Layout.fsdp2(cp=cp) for cp in (1, 2, 4, 8, 16)]
+    assert any(teach.puzzles["long-context"].check(layout).correct for layout in layouts)
+    assert not any(teach.puzzles["70b-book-length"].check(layout).correct for layout in layouts)
+
+
 @pytest.mark.parametrize("answer", [None, 3, "fsdp2", [], object(), ss.Recipe(), ss.Layout.megatron(tp=3)])
 def test_an_answer_of_a_wrong_type_gets_a_hint(answer: object) -> None:
     feedback = teach.puzzles["70b-on-two-nodes"].check(answer)

@@ -77,7 +77,8 @@ TRAINED = {
     "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
     "optimizer": ("adamw", "adamw_foreach", "sgd", "lion", "adafactor", "muon"),
     "kernels": (None, "transformers"),
-    "attention": (None,),
+    # "sdpa" is what None resolves to (training/model/model.py); the plan of a family without it is refused.
+    "attention": (None, "sdpa"),
     "loss": (None, "full", "chunked"),
     "dropout": (0.0,),
     "lora_dropout": (0.0,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import queue
@@ -26,6 +27,8 @@ Progress = Callable[[str, float], object]
 
 MAX_BYTES = 4 * 2**30
 """Memory limit of the process: fake tensors need no memory, only torch and the framework's code do."""
+NEEDED = ("torch", "transformers")
+"""Packages that every rehearsal imports; those of its framework are checked in the process."""
 POLL_SECONDS = 0.5
 """Seconds without a line after which memory is checked and the caller's progress is called again."""
 
@@ -39,8 +42,8 @@ def rehearse(plan: Plan, progress: Progress | None = None, timeout: float = 600.
 
     ``progress(text, fraction)`` is called on this thread; an exception in it, KeyboardInterrupt included,
     ends the process and propagates. Raises ``TimeoutError`` after ``timeout`` seconds, ``MemoryError`` above
-    4 GiB, ``RehearsalError`` with the framework's own error, and ``ValueError`` for plans that cannot be
-    rehearsed.
+    4 GiB, ``RehearsalError`` with the framework's own error, ``ValueError`` for plans that cannot be
+    rehearsed, and ``ImportError`` without torch or transformers.
     """
     return build_report(plan, rehearse_stages(plan, progress, timeout))
 
@@ -51,6 +54,11 @@ def rehearse_stages(
     """Return the tensors' bytes only, without the overheads of a report. Raises as :func:`rehearse` does."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86_400:
         refuse("timeout", timeout, "seconds, more than 0 and at most 86,400", {"timeout": 600.0})
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f'Rehearsing needs {", ".join(missing)}: pip install "shardscope[train]". Planning works without.'
+        )
     # One core, no GPU and no download: a rehearsal must not disturb a run on the same machine. The caller's
     # sys.path, because a notebook may have extended it.
     environment = {

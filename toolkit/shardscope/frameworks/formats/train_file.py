@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from shardscope.core.errors import FieldError
 from shardscope.families.registry import find_family
 from shardscope.frameworks.formats.exported import Absent, Exported
+from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.head import resolve_loss
 
 if TYPE_CHECKING:
@@ -54,11 +56,19 @@ def why_no_train_file(plan: Plan, trained: TrainedValues) -> str | None:
         value = effective[field] if field in effective else getattr(getattr(plan, noun.lower()), name)
         if value not in values:
             listed = " or ".join(map(repr, values))
-            return (
-                f"Only Shardscope's engine trains this: {field} is {value!r}, and {SCRIPT_FILE} supports "
-                f"{listed}."
-            )
+            return f"{_name_trainers(plan)}: {field} is {value!r}, and {SCRIPT_FILE} supports {listed}."
     return None
+
+
+def _name_trainers(plan: Plan) -> str:
+    """Return which of Shardscope's programs trains a plan for which there is no ``train.py``."""
+    try:
+        frameworks[plan.layout.framework].limits().check_plan(plan)
+    except FieldError as refusal:
+        # Other fields may be refused because this machine lacks a package, which the plan's machine may have.
+        if refusal.field.startswith("Recipe."):
+            return f"Neither {SCRIPT_FILE} nor Shardscope's engine trains this"
+    return "Only Shardscope's engine trains this"
 
 
 def render_train_files(plan: Plan, trained: TrainedValues) -> list[Exported | Absent]:

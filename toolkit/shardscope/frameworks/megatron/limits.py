@@ -19,7 +19,7 @@ TRAINED = {
     "quantization": (None,),
     "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
     "optimizer": ("adamw", "sgd"),
-    "kernels": (None, "transformers"),
+    "kernels": (None, "megatron"),
     "attention": (None, "eager"),
     "loss": (None, "full"),
     "dropout": (0.0,),

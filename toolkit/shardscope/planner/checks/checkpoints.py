@@ -156,9 +156,10 @@ def _check_format(before: Plan, now: Plan) -> Iterator[Finding]:
             name="checkpoint-of-another-format",
             severity="danger",
             why=f"The checkpoint was saved by {before.layout.title} as {saved.name}; {now.layout.title} "
-            f"reads {read.name}.",
+            f"reads {read.name}. Only weights can be moved: resume it with {before.layout.title} and "
+            "export=True, and start ss.Finetune(run.model) from the result, with a new optimizer.",
             number=None,
-            change=f"Go on with {before.layout.title}, or convert it",
+            change=f"Go on with {before.layout.title}",
             plan=replace_parts(now, layout=before.layout),
         )
         return
