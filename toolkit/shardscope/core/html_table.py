@@ -29,7 +29,11 @@ def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], cap
         bool(shown) and all(isinstance(row[i], int | float | None) for row in shown) for i in range(len(head))
     ]
     aligned = [RIGHT if right else LEFT for right in is_number]
-    titles = "".join(f"<th{style}>{escape(name)}</th>" for name, style in zip(head, aligned, strict=True))
+    # Only numbers stay on one line: on paper, a table does not scroll.
+    titles = "".join(
+        f"<th{style.replace(';white-space:nowrap', '')}>{escape(name)}</th>"
+        for name, style in zip(head, aligned, strict=True)
+    )
     body = "".join(
         "<tr>"
         + "".join(
@@ -68,6 +72,9 @@ def render_html_dataclass(value: DataclassInstance, caption: str = "") -> str:
         elif name.endswith("_bytes_per_second") and isinstance(content, int | float):
             name, unit = name.removesuffix("_bytes_per_second"), "GB/s"
             content = content / 1e9
+        elif name.endswith("_flops") and isinstance(content, Mapping):
+            name, unit = name.removesuffix("_flops"), "TFLOP/s"
+            content = {key: flops / 1e12 for key, flops in content.items()}
         pairs[name.replace("_", " ").strip()] = f"{format_value(content)} {unit}".strip()
     return render_html_fields(pairs, caption or type(value).__name__)
 
@@ -84,14 +91,16 @@ def format_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, tuple | list):
-        return ", ".join(format_value(item) for item in value)
+        return ", ".join(format_value(item) for item in value) or "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {format_value(item)}" for key, item in value.items()) or "none"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__str__ is not object.__str__:
             return str(value)
         if isinstance(getattr(value, "name", None), str):
             return str(value.name)  # type: ignore[attr-defined]
         parts = ((f.name.replace("_", " "), getattr(value, f.name)) for f in dataclasses.fields(value))
-        return ", ".join(f"{name} {format_value(part)}" for name, part in parts if part is not None)
+        return ", ".join(f"{name} {format_value(part)}" for name, part in parts if part not in (None, ()))
     return str(value)
 
 
