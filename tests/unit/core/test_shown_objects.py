@@ -173,3 +173,14 @@ def test_advice_marks_what_the_plan_has_without_styles() -> None:
     html = render_html(advice)
     assert html.count("<td style='text-align:left'><b>") == 3 * sum(turn.taken for turn in advice.path)
     assert "<p>Alternatives:</p><ul>" in html
+
+
+def test_wide_tables_shrink_in_narrow_boxes_and_break_long_names() -> None:
+    """On paper a table does not scroll: columns beyond the page's width were cut."""
+    name = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+    html = render_html_table([f"column {number}" for number in range(9)], [[name, *range(8)]])
+    ElementTree.fromstring(html)
+    assert "container-type:inline-size" in html and "font-size:clamp(" in html
+    assert "reducer::<wbr/>copy_<wbr/>bucket" in html and html.replace("<wbr/>", "").count(name) == 1
+    assert "font-size" not in render_html_table(["a", "b"], [["aten::add_relu", 1]])
+    assert "white-space:nowrap" not in html[html.index("<th") : html.index("</thead>")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -17,6 +18,14 @@ RIGHT = " style='text-align:right;vertical-align:top;padding:2px 14px 2px 0;whit
 TABLE = "<table style='table-layout:auto;border-collapse:collapse'>"
 SCROLL_BOX = "<div style='overflow-x:auto' tabindex='0'>"
 """Scrolls a wide table, with the arrow keys as well."""
+WIDE_COLUMNS = 7
+"""Least number of columns of a wide table."""
+# A container has no width of its own: in a box that is as wide as its content, this is its width.
+WIDE_BOX = SCROLL_BOX.replace("auto'", "auto;container-type:inline-size;contain-intrinsic-inline-size:900px'")
+WIDE_TABLE = TABLE.replace("collapse'", "collapse;font-size:clamp(8.5px,1.6cqw,13px)'")
+"""A table of many columns is smaller where its box is narrow: on paper nothing scrolls."""
+LONG_NAME = 30
+"""Most characters of a name that stays on one line."""
 NO_VALUE = "–"
 
 
@@ -37,14 +46,19 @@ def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], cap
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{RIGHT if isinstance(value, int | float) else style}>{escape(format_value(value))}</td>"
+            f"<td{RIGHT if isinstance(value, int | float) else style}>"
+            f"{_render_text(format_value(value))}</td>"
             for value, style in zip(row, aligned, strict=True)
         )
         + "</tr>"
         for row in shown
     )
+    is_wide = len(head) >= WIDE_COLUMNS
+    box, table = (WIDE_BOX, WIDE_TABLE) if is_wide else (SCROLL_BOX, TABLE)
+    if is_wide:
+        body, titles = (text.replace("2px 14px 2px 0", "2px 1em 2px 0") for text in (body, titles))
     return (
-        f"{SCROLL_BOX}{TABLE}{_render_caption(caption)}"
+        f"{box}{table}{_render_caption(caption)}"
         f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -102,6 +116,12 @@ def format_value(value: object) -> str:
         parts = ((f.name.replace("_", " "), getattr(value, f.name)) for f in dataclasses.fields(value))
         return ", ".join(f"{name} {format_value(part)}" for name, part in parts if part not in (None, ()))
     return str(value)
+
+
+def _render_text(text: str) -> str:
+    """Escape a cell's text; a long name may break after an underscore or colons."""
+    escaped = escape(text)
+    return re.sub(r"(_|::)(?=\w)", r"\1<wbr/>", escaped) if len(text) > LONG_NAME else escaped
 
 
 def _render_caption(text: str) -> str:
