@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -17,6 +18,14 @@ RIGHT = " style='text-align:right;vertical-align:top;padding:2px 14px 2px 0;whit
 TABLE = "<table style='table-layout:auto;border-collapse:collapse'>"
 SCROLL_BOX = "<div style='overflow-x:auto' tabindex='0'>"
 """Scrolls a wide table, with the arrow keys as well."""
+WIDE_COLUMNS = 7
+"""Least number of columns of a wide table."""
+# A container has no width of its own: in a box that is as wide as its content, this is its width.
+WIDE_BOX = SCROLL_BOX.replace("auto'", "auto;container-type:inline-size;contain-intrinsic-inline-size:900px'")
+WIDE_TABLE = TABLE.replace("collapse'", "collapse;font-size:clamp(8.5px,1.6cqw,13px)'")
+"""A table of many columns is smaller where its box is narrow: on paper nothing scrolls."""
+LONG_NAME = 30
+"""Most characters of a name that stays on one line."""
 NO_VALUE = "–"
 
 
@@ -29,18 +38,27 @@ def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], cap
         bool(shown) and all(isinstance(row[i], int | float | None) for row in shown) for i in range(len(head))
     ]
     aligned = [RIGHT if right else LEFT for right in is_number]
-    titles = "".join(f"<th{style}>{escape(name)}</th>" for name, style in zip(head, aligned, strict=True))
+    # Only numbers stay on one line: on paper, a table does not scroll.
+    titles = "".join(
+        f"<th{style.replace(';white-space:nowrap', '')}>{escape(name)}</th>"
+        for name, style in zip(head, aligned, strict=True)
+    )
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{RIGHT if isinstance(value, int | float) else style}>{escape(format_value(value))}</td>"
+            f"<td{RIGHT if isinstance(value, int | float) else style}>"
+            f"{_render_text(format_value(value))}</td>"
             for value, style in zip(row, aligned, strict=True)
         )
         + "</tr>"
         for row in shown
     )
+    is_wide = len(head) >= WIDE_COLUMNS
+    box, table = (WIDE_BOX, WIDE_TABLE) if is_wide else (SCROLL_BOX, TABLE)
+    if is_wide:
+        body, titles = (text.replace("2px 14px 2px 0", "2px 1em 2px 0") for text in (body, titles))
     return (
-        f"{SCROLL_BOX}{TABLE}{_render_caption(caption)}"
+        f"{box}{table}{_render_caption(caption)}"
         f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -68,6 +86,9 @@ def render_html_dataclass(value: DataclassInstance, caption: str = "") -> str:
         elif name.endswith("_bytes_per_second") and isinstance(content, int | float):
             name, unit = name.removesuffix("_bytes_per_second"), "GB/s"
             content = content / 1e9
+        elif name.endswith("_flops") and isinstance(content, Mapping):
+            name, unit = name.removesuffix("_flops"), "TFLOP/s"
+            content = {key: flops / 1e12 for key, flops in content.items()}
         pairs[name.replace("_", " ").strip()] = f"{format_value(content)} {unit}".strip()
     return render_html_fields(pairs, caption or type(value).__name__)
 
@@ -84,15 +105,23 @@ def format_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, tuple | list):
-        return ", ".join(format_value(item) for item in value)
+        return ", ".join(format_value(item) for item in value) or "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {format_value(item)}" for key, item in value.items()) or "none"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__str__ is not object.__str__:
             return str(value)
         if isinstance(getattr(value, "name", None), str):
             return str(value.name)  # type: ignore[attr-defined]
         parts = ((f.name.replace("_", " "), getattr(value, f.name)) for f in dataclasses.fields(value))
-        return ", ".join(f"{name} {format_value(part)}" for name, part in parts if part is not None)
+        return ", ".join(f"{name} {format_value(part)}" for name, part in parts if part not in (None, ()))
     return str(value)
+
+
+def _render_text(text: str) -> str:
+    """Escape a cell's text; a long name may break after an underscore or colons."""
+    escaped = escape(text)
+    return re.sub(r"(_|::)(?=\w)", r"\1<wbr/>", escaped) if len(text) > LONG_NAME else escaped
 
 
 def _render_caption(text: str) -> str:

@@ -14,6 +14,7 @@ from shardscope.core.errors import add_article, check_keys, refuse
 from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.html_table import render_html_fields
 from shardscope.core.layout import Degrees, Layout
+from shardscope.core.number_format import format_count
 from shardscope.core.recipe import Recipe
 from shardscope.core.serialization import Serializable, read_parts
 from shardscope.prediction.support import check_sequence, check_supported, check_targets
@@ -115,21 +116,37 @@ class Plan(Serializable):
 
     def _repr_html_(self) -> str:
         """Return model, cluster, recipe and layout as an HTML table, without predictions."""
+        return render_html_fields(self._describe_parts(), "Plan")
+
+    def __str__(self) -> str:
+        """Return model, cluster, recipe and layout as lines of text, without predictions."""
+        return "\n".join(f"{name:9}  {text}" for name, text in self._describe_parts().items())
+
+    # All fields of its parts would fill a screen, in each finding and each repair that has a plan;
+    # ``to_dict`` has them.
+    def __repr__(self) -> str:
         recipe = self.recipe
-        degrees = {field.name: getattr(self.degrees, field.name) for field in fields(self.degrees)}
-        return render_html_fields(
-            {
-                "model": f"{self.architecture.name}, {self.architecture.num_parameters:,} parameters",
-                "cluster": str(self.cluster),
-                "framework": self.layout.description,
-                "degrees": ", ".join(f"{name} {value}" for name, value in degrees.items() if value > 1),
-                "training": f"{recipe.method}, {recipe.precision}, {recipe.optimizer}",
-                "batch": f"{recipe.global_batch_size:,} sequences of {recipe.seq_len:,} tokens per step, "
-                f"{self.num_micro_batches:,} micro-batches of {recipe.micro_batch_size:,} on each replica",
-                "recompute": recipe.recompute,
-            },
-            "Plan",
+        return (
+            f"<Plan: {self.architecture.name} on {self.cluster} with {self.layout.description}, "
+            f"{recipe.method}, {recipe.precision}, "
+            f"{format_count(recipe.global_batch_size, 'sequence')} of {recipe.seq_len:,} tokens>"
         )
+
+    def _describe_parts(self) -> dict[str, str]:
+        recipe, num_micro_batches = self.recipe, self.num_micro_batches
+        degrees = {field.name: getattr(self.degrees, field.name) for field in fields(self.degrees)}
+        split = (f"{name.replace('_', ' ')} {value}" for name, value in degrees.items() if value > 1)
+        return {
+            "model": f"{self.architecture.name}, {self.architecture.num_parameters:,} parameters",
+            "cluster": str(self.cluster),
+            "framework": self.layout.description,
+            "degrees": ", ".join(split) or "one rank",
+            "training": f"{recipe.method}, {recipe.precision}, {recipe.optimizer}",
+            "batch": f"{format_count(recipe.global_batch_size, 'sequence')} of {recipe.seq_len:,} tokens "
+            f"per step, {num_micro_batches:,} micro-batch{'es' * (num_micro_batches != 1)} of "
+            f"{recipe.micro_batch_size:,} on each replica",
+            "recompute": str(recipe.recompute),
+        }
 
     def repairs(self) -> list[Repair]:
         """Return single changes that make the plan fit, cheapest in predicted step time first.

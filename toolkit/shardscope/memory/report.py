@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.core.errors import check_choice
-from shardscope.core.number_format import format_gib, format_sum
+from shardscope.core.number_format import format_count, format_gib, format_sum
 from shardscope.core.ops import where
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
@@ -70,6 +70,9 @@ class PhaseMemory(NamedTuple):
         terms = self.terms
         return MappingProxyType({name: terms[name].num_bytes if name in terms else 0 for name in COMPONENTS})
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.phase}: {format_gib(self.total)} GiB>"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
@@ -114,6 +117,11 @@ class StageMemory:
     def at(self, phase: Phase) -> PhaseMemory:
         """Return the entry of :attr:`phases` with the most bytes among those of ``phase``."""
         return max((entry for entry in self.phases if entry.phase == phase), key=lambda entry: entry.total)
+
+    def __repr__(self) -> str:
+        layers = format_count(self.num_layers, "layer")
+        peak = f"{format_gib(self.peak_bytes)} GiB in {self.peak.phase}"
+        return f"<StageMemory of stage {self.stage}: {layers}, peak {peak}>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,22 +253,29 @@ class MemoryReport:
             f"<td style='text-align:right'>{100 * value / max(1, self.peak_bytes):.0f} %</td></tr>"
             for name, value in self.components.items()
         )
-        verdict = "fits" if self.fits else "does not fit"
+        left, right = (f"<th style='text-align:{side}'>" for side in ("left", "right"))
         return (
-            f"<table><caption>{self.tier} peak: {format_gib(self.peak_bytes)} of "
-            f"{format_gib(self.usable_bytes)} GiB, "
-            f"{verdict}</caption><thead><tr><th>component</th><th>GiB</th><th>share</th></tr></thead>"
-            f"<tbody>{rows}</tbody></table>"
+            f"<table><caption style='text-align:left;white-space:nowrap'>{self._summary()}</caption><thead>"
+            f"<tr>{left}component</th>{right}GiB</th>{right}share</th></tr></thead><tbody>{rows}</tbody></table>"
         )
 
     def _repr_html_(self) -> str:
         return self.to_html()
 
     def __repr__(self) -> str:
-        verdict = "fits" if self.fits else "does not fit"
+        return f"<MemoryReport {self._summary()}>"
+
+    def _summary(self) -> str:
+        # A run that was measured did fit, however little was left.
+        is_tight = self.tier != "measured" and self.verdict == "tight"
+        verdict = "tight" if is_tight else "fits" if self.fits else "does not fit"
+        places = (("host memory", self.host_bytes), ("NVMe", self.nvme_bytes))
+        offloaded = "".join(
+            f"; {format_gib(num_bytes)} GiB of {place} per rank" for place, num_bytes in places if num_bytes
+        )
         return (
-            f"<MemoryReport {self.tier}: peak {format_gib(self.peak_bytes)} of "
-            f"{format_gib(self.usable_bytes)} GiB in {self.peak_phase}, {verdict}>"
+            f"{self.tier}: peak {format_gib(self.peak_bytes)} of {format_gib(self.usable_bytes)} GiB in "
+            f"{self.peak_phase}, {verdict}{offloaded}"
         )
 
 

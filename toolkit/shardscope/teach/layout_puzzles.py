@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from typing import Literal, get_args
 
 from shardscope.catalog import models
@@ -63,6 +64,9 @@ class Puzzle:
             f"Puzzle {self.name} (level {self.level}): {self.title}: under {self.max_gb:g} GB and at least "
             f"{self.min_tokens:,.0f} tokens/s per GPU. You may change {', '.join(self.may_change)}."
         )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>"
 
     def check(self, answer: object, tier: Tier = "prediction") -> Feedback:
         """Check a plan or layout, store the attempt, and return the feedback to display; no answer raises.

@@ -268,9 +268,11 @@ class StepReport:
             f"<td style='text-align:right'>{100 * self.parts[name] / self.seconds:.0f} %</td></tr>"
             for name in PARTS
         )
+        left, right = (f"<th style='text-align:{side}'>" for side in ("left", "right"))
         return (
-            f"<table><caption>{self._summary()}</caption><thead><tr><th>part</th>"
-            f"<th>exposed, {scale.unit}</th><th>overlapped, {scale.unit}</th><th>share</th></tr></thead>"
+            f"<table><caption style='text-align:left;white-space:nowrap'>{self._summary()}</caption><thead>"
+            f"<tr>{left}part</th>{right}exposed, {scale.unit}</th>{right}overlapped, {scale.unit}</th>"
+            f"{right}share</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>{self._render_source()}"
         )
 
@@ -291,9 +293,12 @@ class StepReport:
     def _summary(self) -> str:
         mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.0f} %"
         device = "GPU" if self.on_gpu else "rank"
+        # CPU ranks and small models have less than one.
+        rate = self.tflops_per_gpu
+        tflops = f"{rate:.0f}" if rate >= 9.95 else f"{rate:.2g}"
         return (
             f"{self.tier} step: {format_seconds(self.seconds)}, {self.tokens_per_second_per_gpu:,.0f} "
-            f"tokens/s per {device}, {self.tflops_per_gpu:.0f} TFLOP/s{mfu}"
+            f"tokens/s per {device}, {tflops} TFLOP/s{mfu}"
         )
 
     def _tflops(self, flops: float) -> float:

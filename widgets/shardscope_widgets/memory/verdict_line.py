@@ -22,7 +22,7 @@ def render_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict, more: 
     return (
         f"<div class='ss-verdict {STATE_CLASSES[verdict.state]}' data-state='{verdict.state}' "
         f"title='{escape(tooltip, quote=True)}'>"
-        f"<i aria-hidden='true'>{STATE_SIGNS[verdict.state]}</i>{escape(text + more)}</div>"
+        f"<i class='ss-sign' aria-hidden='true'>{STATE_SIGNS[verdict.state]}</i>{escape(text + more)}</div>"
     )
 
 

@@ -225,7 +225,9 @@ def render_legend(num_ranks: int) -> str:
     if num_ranks < 2:
         return ""
     shown = min(num_ranks, MAX_LINES)
-    entries = "".join(f"<span>{render_swatch(rank)}rank {rank}</span>" for rank in range(shown))
+    entries = "".join(
+        f"<span class='ss-entry'>{render_swatch(rank)}rank {rank}</span>" for rank in range(shown)
+    )
     more = f"<span>of {num_ranks:,} ranks</span>" if num_ranks > shown else ""
     return f"<div class='ss-rank-legend ss-hint'>{entries}{more}</div>"
 

@@ -96,7 +96,7 @@ def _render_rate(value: str, unit: str, why: str) -> str:
     hint = escape(why, quote=True)
     # A dash alone is meaningless to a screen reader.
     reason = f"<span class='ss-off-screen'> {escape(why)}</span>" if value == DASH else ""
-    return f"<span title='{hint}'><b>{escape(value)}</b> <span>{unit}</span>{reason}</span>"
+    return f"<span class='ss-entry' title='{hint}'><b>{escape(value)}</b> <span>{unit}</span>{reason}</span>"
 
 
 def _format_percent(share: float) -> str:

@@ -43,8 +43,8 @@ def write_heading(plan: ss.Plan, sentences: Iterable[str]) -> str:
 def render_key(entries: Iterable[tuple[str, str, str]]) -> str:
     """Return a legend of (CSS background, name, note)."""
     rows = "".join(
-        f"<span title='{escape(note, quote=True)}'><i class='ss-swatch' style='background:{background}'></i>"
-        f"{escape(name)}</span>"
+        f"<span class='ss-entry' title='{escape(note, quote=True)}'>"
+        f"<i class='ss-swatch' style='background:{background}'></i>{escape(name)}</span>"
         for background, name, note in entries
     )
     return f"<div class='ss-key'>{rows}</div>"

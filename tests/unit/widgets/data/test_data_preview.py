@@ -120,7 +120,7 @@ def test_rows_are_shown_in_windows_where_the_plan_packs_them(view: FinetuneView)
     view.form.settings.boxes["seq_len"].value = str(packed.recipe.seq_len)
     wait_until_read(view)
     preview.set_plan(packed)
-    assert "<strong>Window 1</strong><span>2 rows" in preview.rows.value
+    assert "<strong>Window 1</strong> <span>2 rows" in preview.rows.value
     assert "positions 0 to" in preview.rows.value
     preview.set_plan(view.plan)
     assert "Window 1" not in preview.rows.value

@@ -12,6 +12,9 @@ from IPython.core.events import EventManager
 
 import shardscope as ss
 from shardscope_widgets import MemoryView, RunView, StepView, Studio
+from shardscope_widgets.kit.saved.chart_svg import draw_svg
+from shardscope_widgets.kit.saved.static_picture import rewrite_html
+from shardscope_widgets.run.run_html import render_legend
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 PLAN = ss.Plan(
@@ -105,3 +108,42 @@ def test_fault_47_static_output_has_the_final_state_of_a_run() -> None:
     assert wait_until(lambda: view.status == "finished" and "2.500" in view.facts.value)
     text = read_static_text(view)
     assert "finished" in text and "2.500" in text and "&lt;b&gt;printed" in text
+
+
+def test_static_table_is_the_legend_of_its_chart() -> None:
+    """Each bar's colour stands beside its name; columns without numbers are omitted."""
+    html = MemoryView(PLAN)._repr_mimebundle_()["text/html"]
+    for colour in set(re.findall(r"<rect[^>]* fill='(#\w{6})'", html)):
+        assert f"background-color:{colour}" in html
+    assert re.findall(r"<th[^>]*>(\w+)</th>", html)[:1] == ["predicted"] and ">measured</th>" not in html
+
+
+def test_static_chart_keeps_its_shape_where_the_page_is_narrow() -> None:
+    """On paper, a fixed height would show the top of the image that is the fallback of the SVG."""
+    html = MemoryView(PLAN)._repr_mimebundle_()["text/html"]
+    width, height = re.search(r"<svg viewBox='0 0 (\d+) (\d+)'", html).groups()
+    box, svg = re.search(r"<div style='(max-width[^']*)'><svg[^>]*style='([^']*)'", html).groups()
+    assert f"aspect-ratio:{width}/{height}" in box and not re.search(r"(?<!-)\bheight:\d", box)
+    assert "height:auto" in svg
+
+
+def test_words_of_a_static_chart_are_apart_where_svg_and_styles_are_removed() -> None:
+    html = MemoryView(PLAN)._repr_mimebundle_()["text/html"]
+    text = re.sub(r"<[^>]+>", "", html)
+    assert "predicted rehearsed" in text and "parameters gradients" in text
+
+
+def test_static_legend_of_ranks_has_the_size_of_its_lines() -> None:
+    """An ``<svg>`` without a size is a box of 300 x 150 pixels."""
+    html = rewrite_html(render_legend(2))
+    lines = re.findall(r"<svg viewbox=[^>]*>", html)
+    assert len(lines) == 2 and all("width:20px;height:4px" in line for line in lines)
+    assert html.count("<path d=") == 2
+
+
+def test_static_chart_has_the_titles_of_vertical_axes_and_the_patterns_of_bars() -> None:
+    html = draw_svg(
+        [{"type": "bar", "x": ["a"], "y": [2.0], "marker": {"pattern": {"shape": "/"}}}],
+        {"yaxis": {"title": "TFLOP/s"}},
+    )
+    assert "TFLOP/s" in html and "rotate(-90)" in html and "<path d='M" in html

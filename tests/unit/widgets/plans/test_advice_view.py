@@ -129,6 +129,12 @@ def test_decisions_and_support_table_are_collapsed_and_keyed() -> None:
     assert "<summary>Why: 2 decisions</summary>" in html and "<details open" not in html
 
 
+def test_decisions_are_open_in_a_saved_picture() -> None:
+    """On paper a fold cannot be opened."""
+    html = AdviceView(build_advice())._repr_mimebundle_()["text/html"]
+    assert re.findall(r"<details( open)?", html) == [" open", ""]
+
+
 def test_standalone_view_requests_advice_and_repeats_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[Any] = []
 

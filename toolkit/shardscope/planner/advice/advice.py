@@ -83,18 +83,28 @@ class Advice:
             )
         return "\n\n".join(parts)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         """Return the advice as a plain HTML table, without scripts."""
         rows = "".join(
-            f"<tr{' style=font-weight:bold' if turn.taken else ''}><th scope='row' style='text-align:left'>"
-            f"{escape(turn.question)}</th><td style='text-align:left'>{escape(turn.answer)}</td>"
-            f"<td style='text-align:left'>{escape(turn.number)}</td></tr>"
+            "<tr>"
+            + "".join(
+                # Not a style: what the plan has stays marked in viewers that remove styles, such as GitHub's.
+                f"<td style='text-align:left'>{f'<b>{escape(text)}</b>' if turn.taken else escape(text)}</td>"
+                for text in (turn.question, turn.answer, turn.number)
+            )
+            + "</tr>"
             for turn in self.path
         )
-        alternatives = "".join(f"<li>{escape(sentence)}</li>" for _, sentence in self.alternatives)
+        head = "".join(
+            f"<th style='text-align:left'>{name}</th>" for name in ("question", "answer", "number")
+        )
+        items = "".join(f"<li>{escape(sentence)}</li>" for _, sentence in self.alternatives)
+        alternatives = f"<p>Alternatives:</p><ul>{items}</ul>" if items else ""
         return (
-            f"<p>{escape(self.why)}</p><table><thead><tr><th>question</th><th>answer</th><th>number</th></tr>"
-            f"</thead><tbody>{rows}</tbody></table><ul>{alternatives}</ul>"
+            f"<p>{escape(self.why)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+            f"{alternatives}"
         )
 
 

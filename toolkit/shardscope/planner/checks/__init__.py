@@ -65,6 +65,9 @@ class Findings(list[Finding]):
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "No findings."
 
+    # A plan with all its fields would fill a screen.
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         if not self:
             return "<p>No findings.</p>"

@@ -49,6 +49,11 @@ class Numbers(tuple[Number, ...]):
 
     __slots__ = ()
 
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         rows = [(one.name, _format_value(one.computed), _format_claimed(one), one.unit) for one in self]
         return render_html_table(("number", "computed", "claimed", "unit"), rows)
@@ -73,6 +78,12 @@ class Claim:
         # Frozen, and constructed with a plain tuple; Numbers is shown as a table.
         object.__setattr__(self, "numbers", Numbers(self.numbers))
 
+    def __str__(self) -> str:
+        numbers = "".join(f"\n  {number}" for number in self.numbers)
+        return f"{self.statement}: {self.verdict}. {self.why}{numbers}"
+
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return to_html([self])
 
@@ -88,6 +99,11 @@ class Claims(tuple[Claim, ...]):
     """All claims, displayed as a table at the end of a notebook cell."""
 
     __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self))
+
+    __repr__ = __str__
 
     def named(self, name: str) -> Claim:
         """Return the claim with a name. Raises ``LookupError`` for an unknown name."""

@@ -55,6 +55,8 @@ class Fit:
     def __str__(self) -> str:
         return f"{self.text}: {describe_effect(self.bytes_won, self.seconds_lost)}"
 
+    __repr__ = __str__
+
 
 def make_it_fit(plan: Plan) -> Fit | None:
     """Return the cheapest combination of changes that makes ``plan`` fit; None if it fits, or nothing does.

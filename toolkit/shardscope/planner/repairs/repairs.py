@@ -63,6 +63,9 @@ class Repairs(list[Repair]):
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or _NO_REPAIR
 
+    # A plan with all its fields would fill a screen.
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         if not self:
             return f"<p>{_NO_REPAIR}</p>"

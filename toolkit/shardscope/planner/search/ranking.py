@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.frameworks.search_grid import DEGREES, MICRO_BATCH_SIZE
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.search.memory_needs import Needs, find_fitting, list_rooms
 from shardscope.planner.search.nearest_misses import (
     Miss,
@@ -424,11 +426,12 @@ class Ranking:
                 line["layout"],
                 line["recompute"],
                 int(line[MICRO_BATCH_SIZE]),
-                ", ".join(f"{name} {line[name]}" for name in DEGREES if line[name] > 1),
+                ", ".join(f"{name.replace('_', ' ')} {line[name]}" for name in DEGREES if line[name] > 1)
+                or "one rank",
                 float(line["tokens_per_second_per_gpu"]),
                 float(line["step_seconds"]),
                 round(float(line["peak_bytes"]) / 2**30, 1),
-                bool(line["feasible"]),
+                self._judge_fit(int(line["peak_bytes"]), is_feasible=bool(line["feasible"])),
             )
             for _, line in frame.iterrows()
         ]
@@ -437,7 +440,15 @@ class Ranking:
             "seconds per step", "peak GiB", "fits",
         )  # fmt: skip
         caption = f"{self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}"
-        return render_html_table(head, rows, f"{caption}; the best {len(rows)}")
+        unknown_memory = f"<p>{escape(self.unknown_memory)}</p>" if self.unknown_memory else ""
+        return render_html_table(head, rows, f"{caption}; the best {len(rows)}") + unknown_memory
+
+    def _judge_fit(self, peak_bytes: int, *, is_feasible: bool) -> str:
+        """Return "yes", "no", or "tight" as in the command line's table."""
+        if not is_feasible:
+            return "no"
+        is_tight = 100 * peak_bytes > TIGHT_PERCENT * self.cluster.usable_bytes_per_gpu
+        return "tight" if is_tight else "yes"
 
     def __repr__(self) -> str:
         unknown_memory = f" {self.unknown_memory}" if self.unknown_memory else ""

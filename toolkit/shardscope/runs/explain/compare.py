@@ -199,6 +199,20 @@ class Comparison:
             for run, run_curves in zip(self.runs, records, strict=True)
         ]
 
+    def __str__(self) -> str:
+        cells = _list_known_cells(_make_rows(self.runs, self.runs.damaged))
+        lines = [(_format_heading(name) if name != "run" else "", *texts) for name, texts in cells.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            [
+                *("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines),
+                self._describe_plan_differences(),
+                self._describe_task_differences(),
+            ]
+        )
+
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         table = _render_columns(_make_rows(self.runs, self.runs.damaged))
         plans = f"<p>{escape(self._describe_plan_differences())}</p>"
@@ -306,7 +320,7 @@ def _to_gib(num_bytes: int | None) -> float | None:
 
 def _render_table(lines: Iterable[dict[str, object]], columns: Sequence[str]) -> str:
     """Render rows as an HTML table. pandas would need jinja2 to format columns with missing values."""
-    head = "".join(f"<th{_STYLES.get(name, '')}>{_format_heading(name)}</th>" for name in columns)
+    head = "".join(f"<th{_STYLES.get(name, '')}>{escape(_format_heading(name))}</th>" for name in columns)
     rows = "".join(
         f"<tr>{''.join(_render_cell(name, line.get(name)) for name in columns)}</tr>" for line in lines
     )
@@ -326,30 +340,31 @@ _STYLES = {
 
 
 def _render_cell(name: str, value: object) -> str:
-    return f"<td{_STYLES.get(name, '')}>{_format_value(name, value)}</td>"
+    return f"<td{_STYLES.get(name, '')}>{escape(_format_value(name, value))}</td>"
 
 
 def _render_columns(lines: Sequence[dict[str, object]]) -> str:
-    """Render rows as a table with one column per run, which leaves room for the curves.
-
-    What no run has, such as the target of runs of this machine, has no row.
-    """
-    cells = {name: [_format_value(name, line.get(name)) for line in lines] for name in COLUMNS}
+    """Render rows as a table with one column per run, which leaves room for the curves."""
     rows = {
-        name: "".join(f"<td>{value}</td>" for value in values)
-        for name, values in cells.items()
-        if any(value not in ("", "–") for value in values)
+        name: "".join(f"<td>{escape(value)}</td>" for value in values)
+        for name, values in _list_known_cells(lines).items()
     }
     head = rows.pop("run").replace("td>", "th>")
     body = "".join(
-        f"<tr><th scope='row' style='text-align:left'>{_format_heading(name)}</th>{cells}</tr>"
+        f"<tr><th scope='row' style='text-align:left'>{escape(_format_heading(name))}</th>{cells}</tr>"
         for name, cells in rows.items()
     )
     return f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def _list_known_cells(lines: Sequence[dict[str, object]]) -> dict[str, list[str]]:
+    """Return each column's texts, without the columns that no run has, such as the target on this machine."""
+    cells = {name: [_format_value(name, line.get(name)) for line in lines] for name in COLUMNS}
+    return {name: values for name, values in cells.items() if any(value not in ("", "–") for value in values)}
+
+
 def _format_heading(name: str) -> str:
-    return escape(name.replace("_gib", "_GiB").replace("_", " "))
+    return name.replace("_gib", "_GiB").replace("_", " ")
 
 
 def _format_value(name: str, value: object) -> str:
@@ -359,4 +374,4 @@ def _format_value(name: str, value: object) -> str:
         # Local time, as in the default run names, with its offset: the page may be read in another zone.
         local = datetime.fromtimestamp(value.timestamp()).astimezone()
         return local.isoformat(sep=" ", timespec="minutes")
-    return escape(SHOWN[name].format(value) if name in SHOWN else str(value))
+    return SHOWN[name].format(value) if name in SHOWN else str(value)

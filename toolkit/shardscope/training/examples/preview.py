@@ -280,6 +280,8 @@ class Preview:
     def __str__(self) -> str:
         return "\n".join(self.sentences)
 
+    __repr__ = __str__
+
 
 # Colours are the page's own, with a blue that has enough contrast on JupyterLab's light and dark background.
 # Learned tokens are underlined as well, for those who see no difference in colour.
@@ -289,7 +291,7 @@ STYLE = """
 .shardscope-preview ul { margin: 0 0 10px; padding-left: 18px; }
 .shardscope-preview mark { background: rgba(58, 134, 255, 0.2); color: inherit;
   border-bottom: 2px solid #3a86ff; }
-.shardscope-preview .legend { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 0 0 8px; font-size: 12px;
+.shardscope-preview .legend { margin: 0 0 8px; font-size: 12px;
   color: var(--jp-ui-font-color2, inherit); }
 .shardscope-preview .legend mark { padding: 0 4px; }
 .shardscope-preview .row { margin: 0 0 10px; border-radius: 5px; overflow: hidden;
@@ -311,9 +313,10 @@ STYLE = """
 .shardscope-preview i { font-size: 0.86em; font-style: normal; color: var(--jp-ui-font-color2, inherit); }
 .shardscope-preview mark i { color: inherit; }
 """
+# Words are apart without the style sheet too, which GitHub's viewer removes: not "Row 151 tokens".
 LEGEND = (
-    '<p class="legend"><span><mark>learned</mark> bears loss</span><span>context: read, not learned</span>'
-    "<span><i>&lt;special token&gt;</i></span><span><i>↵</i> learned line break</span></p>"
+    '<p class="legend"><mark>learned</mark> bears loss · context: read, not learned · '
+    "<i>&lt;special token&gt;</i> · <i>↵</i> learned line break</p>"
 )
 
 
@@ -330,7 +333,7 @@ def _render_window(number: int, window: PreviewWindow) -> str:
         parts.append(f'<div class="part"><p>{text}</p><pre>\n{_render_tokens(row)}</pre></div>')
     num_tokens = sum(len(row.ids) for row in window.rows)
     counts = f"{len(window.rows):,} rows, {num_tokens:,} tokens, {window.num_padding:,} of padding"
-    title = f'<div class="title"><strong>Window {number}</strong><span>{counts}</span></div>'
+    title = f'<div class="title"><strong>Window {number}</strong> <span>{counts}</span></div>'
     return f'<div class="row">{title}{"".join(parts)}</div>'
 
 
@@ -339,7 +342,7 @@ def _render_row(row: PreviewRow) -> str:
     if row.num_left_out:
         counts += f", and about {row.num_left_out:,} more"
     name = f"Row {row.index + 1:,}" + (f", {row.side}" if row.side else "")
-    title = f'<div class="title"><strong>{name}</strong><span>{counts}</span></div>'
+    title = f'<div class="title"><strong>{name}</strong> <span>{counts}</span></div>'
     # The parser drops a line break right after <pre>: a row that starts with one needs a second.
     return f'<div class="row">{title}<pre>\n{_render_tokens(row)}</pre></div>'
 

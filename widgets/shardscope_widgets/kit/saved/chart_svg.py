@@ -25,6 +25,10 @@ MOST_POINTS = 300
 DASHES = {"dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3", "longdash": "10 5"}
 TICKS = 6
 DEFAULT_BAR_GAP = 0.2
+PATTERN_PIXELS = 6
+"""Distance between the lines of a pattern, along the bar."""
+TITLE_PIXELS = 46
+"""Distance of a vertical axis's title from the axis: room for the labels of its ticks."""
 INK = "currentColor"
 BAR_TEXT = "#10151a"
 """Text in bars, whose colours are light in every theme."""
@@ -163,8 +167,9 @@ class _Drawing:
         ]
         return (
             f"<svg viewBox='0 0 {self.width} {self.height}' width='{self.width}' height='{self.height}' "
-            "role='img' aria-label='chart' style='max-width:100%;display:block' fill='currentColor' "
-            f"font-family='system-ui,sans-serif' font-size='12'>{''.join(parts)}</svg>"
+            "role='img' aria-label='chart' style='max-width:100%;height:auto;display:block' "
+            # Viewers that remove SVG, such as GitHub's, leave its words: a space keeps them apart.
+            f"fill='currentColor' font-family='system-ui,sans-serif' font-size='12'>{' '.join(parts)}</svg>"
         )
 
     # ------------------------------------------------------------------------------------------- axes
@@ -188,9 +193,15 @@ class _Drawing:
                     if has_grid:
                         yield _draw_line(edges[0], pixel, edges[1], pixel, INK, 1, opacity=0.15)
                     yield _draw_text(edges[0] - 8, pixel + 4, label, "end", opacity=0.75)
-            title = _read_text(_read_props(axis.props.get("title")).get("text"))
+            title = axis.props.get("title")
+            title = _read_text(title) or _read_text(_read_props(title).get("text"))
             if title and name[0] == "x":
                 yield _draw_text((axis.start + axis.end) / 2, edges[1] + 32, title, "middle", opacity=0.75)
+            elif title:
+                # Beside the labels of the ticks, read from below.
+                across, down = max(edges[0] - TITLE_PIXELS, 10), (axis.start + axis.end) / 2
+                label = _draw_text(0, 0, title, "middle", opacity=0.75)
+                yield f"<g transform='translate({across:.1f} {down:.1f}) rotate(-90)'>{label}</g>"
 
     # ------------------------------------------------------------------------------------------ traces
 
@@ -224,14 +235,18 @@ class _Drawing:
                     length_axis.to_pixel(begin),
                     length_axis.to_pixel(begin + size),
                 )
-                yield _draw_rectangle(
+                box = (
                     (min(first, last), middle - thick / 2, abs(last - first), thick)
                     if is_horizontal
-                    else (middle - thick / 2, min(first, last), thick, abs(last - first)),
+                    else (middle - thick / 2, min(first, last), thick, abs(last - first))
+                )
+                yield _draw_rectangle(
+                    box,
                     _pick_for_point(marker.get("color"), number, INK),
                     _pick_number(marker.get("opacity"), number, 1.0),
                     _read_text(trace.get("name")),
                 )
+                yield from _draw_pattern(box, _read_props(marker.get("pattern")), number)
                 text = _read_text(_pick_for_point(texts, number, ""))
                 # Of plotly's text in bars, what fits: horizontal bars only.
                 if is_horizontal and text and abs(last - first) > 6 + 6 * len(text):
@@ -454,6 +469,25 @@ def _draw_rectangle(box: tuple[float, float, float, float], colour: object, opac
         f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{fill}' "
         f"opacity='{opacity:g}'><title>{escape(name)}</title></rect>"
     )
+
+
+def _draw_pattern(box: tuple[float, float, float, float], pattern: Props, number: int) -> Iterator[str]:
+    """Draw the diagonal lines of plotly's patterns ``/``, ``\\`` and ``x`` in a bar; there are no dots."""
+    left, top, width, height = box
+    shape = _read_text(_pick_for_point(pattern.get("shape"), number, ""))
+    slopes = {"/": (-1,), "\\": (1,), "x": (-1, 1)}.get(shape, ())
+    path = []
+    # Lines that are cut at the bar's edges, not a <pattern>: its id would have to be unique in the notebook.
+    for slope in slopes:
+        for offset in range(PATTERN_PIXELS // 2 - math.ceil(height), math.ceil(width), PATTERN_PIXELS):
+            start, end = max(offset, 0.0), min(offset + height, width)
+            if end > start:
+                downs = (start - offset, end - offset)
+                first, last = downs if slope > 0 else (height - downs[0], height - downs[1])
+                path.append(f"M{left + start:.1f} {top + first:.1f}L{left + end:.1f} {top + last:.1f}")
+    if path:
+        colour = _escape_colour(_pick_for_point(pattern.get("fgcolor"), number, BAR_TEXT))
+        yield f"<path d='{''.join(path)}' stroke='{colour}' stroke-width='1' opacity='0.6'/>"
 
 
 def _draw_area(

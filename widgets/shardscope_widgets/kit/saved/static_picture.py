@@ -17,7 +17,7 @@ import ipywidgets as widgets
 from shardscope.core.html_table import SCROLL_BOX
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.clickable import Clickable
-from shardscope_widgets.kit.saved.chart_svg import DEFAULT_HEIGHT
+from shardscope_widgets.kit.saved.chart_svg import DEFAULT_HEIGHT, WIDTH
 from shardscope_widgets.run.log_pane import LogPane
 
 TEXT_WIDGETS = (widgets.HTML, Clickable, LogPane)
@@ -31,25 +31,49 @@ GREY = "#767e87"
 """Text colour of images: contrast 4.1:1 on white, 4.6:1 on JupyterLab's dark background."""
 FRAME = "font:13px/1.45 system-ui,sans-serif;max-width:760px"
 
+SWATCH = (
+    "display:inline-block;width:12px;height:12px;margin-right:6px;vertical-align:-1px;"
+    # Browsers leave backgrounds out when they print.
+    "-webkit-print-color-adjust:exact;print-color-adjust:exact"
+)
+LINES = "#ffffffbf 0 1.5px,#0000 1.5px 5px"
+
 TAG_STYLES = {
     "table": "border-collapse:collapse;margin:8px 0;font-size:13px",
     "th": "font-weight:600;padding:2px 14px 2px 0",
     "td": "padding:2px 14px 2px 0",
+    # Browsers' own yellow would be glaring on a dark page.
+    "mark": "background:rgba(58,134,255,.2);color:inherit;border-bottom:2px solid #3a86ff",
     "h2": "font-size:13px;font-weight:600;margin:14px 0 4px",
 }
 CLASS_STYLES = {
     "ss-verdict": "font-size:15px;font-weight:600",
+    "ss-sign": "font-style:normal;margin-right:4px",
     "ss-fits": "color:#2da44e",
     "ss-tight": "color:#bf8700",
     "ss-lacks": "color:#e5534b",
     "ss-error": "color:#e5534b",
     "ss-hint": "opacity:.75",
-    "ss-swatch": "display:inline-block;width:12px;height:12px",
+    "ss-swatch": SWATCH,
+    # The same colours in a table's rows, which are the only legend of a saved chart.
+    "ss-mark": SWATCH,
+    "ss-hatched": "background-image:repeating-linear-gradient(135deg,#0000 0 3px,#00000059 3px 4px)",
+    "ss-lines": f"background-image:repeating-linear-gradient(135deg,{LINES})",
+    "ss-back-lines": f"background-image:repeating-linear-gradient(45deg,{LINES})",
+    "ss-cross": f"background-image:repeating-linear-gradient(135deg,{LINES}),"
+    f"repeating-linear-gradient(45deg,{LINES})",
+    "ss-dots": "background-image:radial-gradient(#ffffffbf 1px,#0000 1.5px);background-size:4px 4px",
+    "ss-entry": "margin-right:14px;white-space:nowrap",
+    "ss-line-swatch": "width:20px;height:4px;margin-right:6px;vertical-align:middle",
     "ss-log": "white-space:pre-wrap;font-family:monospace",
 }
 CELLS = ("th", "td")
 DROPPED = {"input", "select", "textarea", "option", "script", "style", "datalist", "template"}
 KEPT_ATTRIBUTES = {"colspan", "rowspan", "title", "scope"}
+PRINTED_FOLDS = {"why"}
+"""Keys of the folds that are open in a picture, since on paper nobody can open them: reasons of advice."""
+# Without them, a line of a legend would be an empty box of 300 x 150 pixels.
+LINE_ATTRIBUTES = {"viewbox", "d", "stroke", "stroke-width", "stroke-dasharray"}
 VOID = {"br", "hr", "img", "wbr"}
 
 
@@ -108,9 +132,12 @@ def _render_chart(svg: str, height: int | None) -> str:
     alone = svg.replace("<svg ", f"<svg xmlns='http://www.w3.org/2000/svg' color='{GREY}' ", 1)
     alone = re.sub(r" opacity='0\.7\d*'", "", alone)  # Grey is faint enough.
     packed = base64.b64encode(alone.encode()).decode()
+    # On paper and in narrow windows the SVG shrinks: a fixed height would show the top of the image below it.
+    shape = f"max-width:{WIDTH}px;aspect-ratio:{WIDTH}/{height or DEFAULT_HEIGHT}"
     return (
-        f"<div style='height:{height or DEFAULT_HEIGHT}px;overflow:hidden;font-size:0'>{svg}"
-        f"<img alt='chart' src='data:image/svg+xml;base64,{packed}'></div>"
+        f"<div style='{shape};overflow:hidden;font-size:0'>{svg}"
+        # GitHub's viewer removes styles too: the words that are left of the SVG have a line of their own.
+        f"<br><img alt='chart' src='data:image/svg+xml;base64,{packed}'></div>"
     )
 
 
@@ -192,6 +219,9 @@ class _Rewriter(HTMLParser):
             or is_closed
             or "ss-off-screen" in names
             or ("ss-hint" in names and "h2" in parents)
+            or "ss-empty" in names
+            # A chart of boxes that only the style sheet draws; its sentences have the lengths.
+            or "ss-lengths" in names
         ):
             return None, ""
         if tag == "button":
@@ -223,9 +253,12 @@ class _Rewriter(HTMLParser):
             side = "left" if self._num_cells == 1 or "ss-text" in names else "right"
             inline = f"text-align:{side};{inline}"
         style = _join_styles(tag, classes, inline)
-        kept_attributes = {name: value for name, value in attributes.items() if name in KEPT_ATTRIBUTES}
+        kept_names = LINE_ATTRIBUTES if tag in ("svg", "path") else KEPT_ATTRIBUTES
+        kept_attributes = {name: value for name, value in attributes.items() if name in kept_names}
         if style:
             kept_attributes["style"] = style
+        if tag == "details" and attributes.get("data-key") in PRINTED_FOLDS:
+            kept_attributes["open"] = ""
         written = "".join(f' {name}="{escape(value)}"' for name, value in kept_attributes.items())
         if tag == "table":
             return f"{SCROLL_BOX}<{tag}{written}>", f"</{tag}></div>"
