@@ -50,7 +50,7 @@ def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> st
     how = "" if plan.recipe.method == "full" else f"<span class='ss-unbroken'>{escape(method)}</span>, "
     what = (
         f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{escape(layout)}</b>, "
-        f"{how}{escape(plan.recipe.precision)}"
+        f"{how}<span class='ss-unbroken'>{escape(plan.recipe.precision)}</span>"
     )
     return (
         f"<div class='ss-what' title='{escape(plain, quote=True)}'>{what}</div>"
