@@ -65,6 +65,6 @@ def full_report(score: MemoryScore) -> str:
 
 
 if __name__ == "__main__":
-    # Score the catalog's constants, not a calibration of this machine.
+    # Score the catalogue's constants, not a calibration of this machine.
     os.environ["SHARDSCOPE_DATA_HOME"] = os.devnull
     sys.exit(main())

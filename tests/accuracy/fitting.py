@@ -85,7 +85,7 @@ class Fitted(NamedTuple):
 
 
 def list_constants() -> list[Constant]:
-    """List all fitted constants: those of the catalog for one GPU generation, and its links."""
+    """List all fitted constants: those of the catalogue for one GPU generation, and its links."""
     constants = []
     for table, key in BOUNDS:
         for name, fields in load_toml("efficiency").get(table, {}).items():

@@ -1,4 +1,4 @@
-"""GPUs of rows that differ from the catalog's: other speeds, NVLink domains, stated links."""
+"""GPUs of rows that differ from the catalogue's: other speeds, NVLink domains, stated links."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def timed_cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
 
 
 def _correct_gpu(name: str, gpu: Gpu, is_torchtitan: bool) -> Gpu:
-    """Return the GPU by its own datasheet where the catalog has a related model's."""
+    """Return the GPU by its own datasheet where the catalogue has a related model's."""
     if "gb300" in name:
         # GB300 NVL72 (nvidia.com/en-us/data-center/gb300-nvl72), a 72nd: FP8 10 and BF16 5 PFLOP/s with
         # sparsity, 1,400 W; HGX's B300 has nine tenths of it.

@@ -104,7 +104,7 @@ class TimeScore(NamedTuple):
 
 
 def score_time(rows: Iterable[Row]) -> TimeScore:
-    """Score every configuration of quality A with a speed, by the catalog's constants."""
+    """Score every configuration of quality A with a speed, by the catalogue's constants."""
     with ignore_calibrations():
         return _score_rows(rows)
 

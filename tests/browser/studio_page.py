@@ -40,7 +40,6 @@ def open_fold(page: Any, name: str) -> Any:
 FOLD_OF = {
     "Model": "Model",
     "Type": "GPUs",
-    "Count": "GPUs",
     "Sequence": "Training",
     "Batch": "Training",
     "Steps": "Run",

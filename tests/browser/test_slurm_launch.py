@@ -116,7 +116,7 @@ def test_partition_is_chosen_launched_and_finished(page: Any, slurm: TwoNodeSlur
 
 
 def test_more_nodes_than_the_partition_has_are_refused_with_the_fix(page: Any) -> None:
-    nodes = open_fold(page, "GPUs").locator(".ss-row", has_text="Count").first.locator("input").last
+    nodes = open_fold(page, "GPUs").locator("input[title='Number of nodes']")
     nodes.fill("4")
     nodes.press("Enter")
     expect(page.locator(HEAD)).to_have_text("Launch on 4 CPU ranks", use_inner_text=True)

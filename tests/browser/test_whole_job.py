@@ -177,7 +177,7 @@ def plan_405b(device: InputDevice) -> None:
     page = device.page
     device.type(find_inputs(page, "Model").first, "llama-3.1-405b")
     open_fold(device, "GPUs")
-    device.type(find_inputs(page, "Count").nth(1), "8")
+    device.type(page.locator("input[title='Number of nodes']").first, "8")
     page.wait_for_function("() => document.querySelector('.ss-what').title.includes('8 nodes of 8')")
     page.wait_for_selector(".ss-verdict[data-state='does not fit']")
 

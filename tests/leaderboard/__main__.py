@@ -42,6 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Compare the catalog's constants, not a calibration of this machine.
+    # Compare the catalogue's constants, not a calibration of this machine.
     os.environ["SHARDSCOPE_DATA_HOME"] = os.devnull
     sys.exit(main())

@@ -91,7 +91,7 @@ def collect_tables() -> tuple[list[Table], Plans]:
         *_list_rehearsals(plans),
         Table(
             "Our own runs",
-            "tests/measured/own.jsonl: tensors of real ranks; on CPUs, of tiny models of the catalog's "
+            "tests/measured/own.jsonl: tensors of real ranks; on CPUs, of tiny models of the catalogue's "
             "families.",
             "tensors",
             _list_peaks("own", [row for row in own if find_kind(row.mapped.row) == "allocated"], plans),

@@ -1,4 +1,4 @@
-"""Tests of the catalog: sources of all figures, valid names, and suggestions for misspelt names."""
+"""Tests of the catalogue: sources of all figures, valid names, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_misspelt_names_raise_with_the_nearest(mapping: Any, bad: str, near: str
 
 
 def test_models_are_found_by_hub_repository_in_any_case() -> None:
-    """Repositories are unique in any case, and none is a name of the catalog."""
+    """Repositories are unique in any case, and none is a name of the catalogue."""
     names = load_model_names()
     read = [name for name, entry in load_table("models").items() if "huggingface.co" in entry["source"]]
     assert sorted(names.repositories.values()) == sorted(read) and len(read) > 80

@@ -107,6 +107,16 @@ def test_one_more_setting_is_worth_half_the_time() -> None:
     assert advised is not None and advised.step().seconds < 1.1 * fastest.step().seconds
 
 
+def test_state_is_not_moved_to_the_host_where_another_framework_keeps_it_on_the_gpus() -> None:
+    """FSDP2's all-gathers of whole layers of experts leave no room; ZeRO-3's, parameter by parameter, do."""
+    cluster, recipe = ss.Cluster.parse("16x8xh100-sxm-80gb"), ss.Recipe(global_batch_size=1024)
+    advice = ss.recommend(ss.models["gpt-oss-120b"], cluster, recipe)
+    assert advice.plan is not None and not advice.plan.memory().host_bytes
+    assert advice.plan.memory().verdict == "fits"
+    for plan, _ in advice.alternatives:
+        assert advice.plan.step().seconds < 1.5 * plan.step().seconds
+
+
 def test_a_plan_that_can_be_launched_is_not_given_up_for_one_that_cannot() -> None:
     advice = ss.recommend(
         ss.models["llama-3.1-70b"], ss.Cluster.parse("8xa100-sxm-80gb"), ss.Recipe(method="lora")

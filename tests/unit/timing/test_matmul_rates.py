@@ -1,4 +1,4 @@
-"""Tests of matmul rates from the catalog: by GPU generation, and for unaligned widths."""
+"""Tests of matmul rates from the catalogue: by GPU generation, and for unaligned widths."""
 
 from __future__ import annotations
 

@@ -11,14 +11,22 @@ class Scale(NamedTuple):
 
     unit: str
     factor: float
+    decimals: int = 2
+    """Most decimals of a number below 1."""
 
     @classmethod
     def for_seconds(cls, seconds: float) -> Scale:
         """Return the unit that suits a step of ``seconds``."""
-        # Seconds from 10 s on and microseconds below 10 ms: three digits are then enough.
-        for unit, factor, least in (("s", 1.0, 10.0), ("ms", 1e3, 0.01)):
+        # Seconds from 1 s on, and microseconds below 10 ms. Parts of a step of few seconds have a third
+        # decimal, without which their rounded sums would differ from the step. The limits are where rounding
+        # adds a digit: 0.9996 s is shown as 1.00 s, not as 1,000 ms.
+        for unit, factor, least, decimals in (
+            ("s", 1.0, 9.995, 2),
+            ("s", 1.0, 0.9995, 3),
+            ("ms", 1e3, 0.01, 2),
+        ):
             if seconds >= least:
-                return cls(unit, factor)
+                return cls(unit, factor, decimals)
         return cls("µs", 1e6)
 
     @classmethod
@@ -31,20 +39,21 @@ class Scale(NamedTuple):
         return cls("µs", 1e6)
 
     def format(self, seconds: float) -> str:
-        """Format ``seconds`` without the unit: three significant digits, at most two decimals.
+        """Format ``seconds`` without the unit: three significant digits, at most :attr:`decimals` decimals.
 
         ``<0.01`` for less than these show.
         """
         if not seconds:
             return "0"
         value = seconds * self.factor
-        if abs(value) < 0.005:
-            return "<0.01"
-        digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+        least = 10**-self.decimals
+        if abs(value) < least / 2:
+            return f"<{least:g}"
+        digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else self.decimals
         return f"{value:,.{digits}f}"
 
     def format_with_unit(self, seconds: float) -> str:
-        """Format ``seconds`` with the unit: ``2,295 ms``."""
+        """Format ``seconds`` with the unit: ``2.30 s``."""
         return f"{self.format(seconds)} {self.unit}"
 
 

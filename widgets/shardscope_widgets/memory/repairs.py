@@ -166,13 +166,16 @@ def describe_repair(plan: ss.Plan, repair: Repair) -> str:
 
 
 def describe_cost(seconds_lost: float, seconds: float) -> str:
-    """Return ``3 % slower``, ``1.4x slower``, ``same speed``, ``2 % faster`` or ``time unknown``."""
+    """Return ``3 % slower``, ``1.4x slower``, ``same speed``, ``2 % faster``, ``20x faster`` or
+    ``time unknown``."""
     if math.isnan(seconds_lost) or math.isnan(seconds):
         return "time unknown"
     ratio = (seconds + seconds_lost) / seconds
     if ratio >= 1.395:
         return f"{ratio:.1f}x slower"
     # As in the advice: the ratio of steps in the same time.
+    if ratio <= 0.5:
+        return f"{1 / ratio:.{0 if ratio <= 0.1 else 1}f}x faster"
     share = max(ratio, 1 / ratio) - 1
     if share < 0.005:
         return "same speed"

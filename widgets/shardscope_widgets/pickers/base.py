@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
-from math import nan
+from math import isnan, nan
 from types import MappingProxyType
 
 import ipywidgets as widgets
@@ -169,7 +169,7 @@ class Picker(widgets.VBox):
         if changes:
             changes = self.complete(changes)
         if not changes:
-            row.show_error(message, short=f"{error.problem}. Fix: {error.fix}." if error.problem else "")
+            row.show_error(message, short=_shorten(error) if rows else "")
             return
         row.show_error(
             message,
@@ -194,6 +194,11 @@ class Picker(widgets.VBox):
         self.is_wrong = False
         for row in dict.fromkeys(self.rows.values()):
             row.show_error("")
+
+
+def _shorten(error: FieldError) -> str:
+    """Return the message at the input itself, which needs no field of the Python API."""
+    return f"{error.problem or f'Allowed: {error.allowed}'}. Fix: {error.fix}."
 
 
 def _label_fix(changes: Mapping[str, object]) -> str:
@@ -233,9 +238,11 @@ def parse_number(text: str) -> int | str:
         return text
 
 
-def parse_size(field: str, text: str, unit: str, least: float, most: float) -> float:
+def parse_size(field: str, text: str, unit: str, least: float, most: float, example: float) -> float:
     """Parse a number of ``unit`` that the user typed, such as "2,048". Raises ``ValueError`` outside of
     ``least`` to ``most``, and for a comma that is no thousands separator: it may mean a decimal point.
+
+    ``example`` is the fix for what is no number.
     """
     number = nan
     # "1,5" may mean 1.5 or 15: neither is guessed.
@@ -243,13 +250,14 @@ def parse_size(field: str, text: str, unit: str, least: float, most: float) -> f
         with suppress(ValueError):
             number = float(text.replace(",", ""))
     if not least <= number <= most:
-        refuse(field, text, f"a number of {unit} from {least:g} to {most:,.0f}", "1,024")
+        nearest = example if isnan(number) else min(max(number, least), most)
+        refuse(field, text, f"a number of {unit} from {least:g} to {most:,.0f}", f"{nearest:,.10g}")
     return number
 
 
 def parse_bytes(field: str, text: str) -> int:
     """Convert GiB that the user typed to bytes. Raises ``ValueError``."""
-    return round(parse_size(field, text, "GiB", 0, MAX_BYTES / 2**30) * 2**30)
+    return round(parse_size(field, text, "GiB", 0, MAX_BYTES / 2**30, 1024) * 2**30)
 
 
 def parse_rate(text: str) -> float | str:

@@ -16,7 +16,6 @@ from shardscope_widgets.kit.display_names import (
     count_devices,
     describe_devices,
     format_name,
-    name_rate_unit,
 )
 from shardscope_widgets.pickers.base import NO_CHANGES, Picker, Row, parse_bytes, parse_number, parse_size
 from shardscope_widgets.pickers.schedulers import Queue
@@ -25,6 +24,8 @@ GIB = 2**30
 UNKNOWN_HOST_MEMORY = "The host memory of this node type is unknown. Enter it to check plans that offload."
 UNITS = {"host_memory_bytes": GIB, "nvme_bytes": GIB, "nvme_bandwidth_bytes_per_second": 10**9}
 """Factors of the typed units: bytes per GiB, bytes per second per GB/s."""
+MAX_ANSWER = 29
+"""Number of characters that the line of a folded question shows of its answer."""
 ANYWHERE, THIS_MACHINE, UNDECIDED = "", "this machine", ""
 """Values of the two menus that are no queue and no GPU type."""
 
@@ -47,10 +48,8 @@ class ClusterPicker(Picker):
         self.type = controls.create_dropdown(
             options=list(self._known), value=cluster.gpu.name, tooltip="GPU type"
         )
-        self.count = controls.create_text_box(
-            cluster.gpus_per_node, "GPUs, or CPU ranks, in each node", "30px"
-        )
-        self.nodes = controls.create_text_box(cluster.num_nodes, "Number of nodes", "43px")
+        self.count = controls.create_text_box(cluster.gpus_per_node, "GPUs, or CPU ranks, in each node")
+        self.nodes = controls.create_text_box(cluster.num_nodes, "Number of nodes")
         for number in (self.count, self.nodes):
             number.add_class("ss-short")
         self.host = controls.create_text_box("", "Host memory of each node in GiB; empty: unknown", "64px")
@@ -75,8 +74,10 @@ class ClusterPicker(Picker):
         for row in (self._where_row, self._kind_row):
             row.show(False)
         self.idle = controls.create_html("", "ss-hint", "ss-off")
-        self._count_unit = controls.create_label("GPUs ×")
-        counts = Row("Count", self.count, self._count_unit, self.nodes, controls.create_label("nodes"))
+        # The unit stands in the column of names: behind the box it would leave no room for five digits.
+        counts = self._counts = Row(
+            "GPUs", self.count, controls.create_label("×"), self.nodes, controls.create_label("nodes")
+        )
         self._host_row = host = Row("Host memory", self.host, controls.create_label("GiB per node"))
         self._nvme_row = nvme = Row(
             "NVMe", self.nvme, controls.create_label("GiB at"), self.speed, controls.create_label("GB/s")
@@ -294,8 +295,9 @@ class ClusterPicker(Picker):
         if cluster is None:
             return
         self.answer = _summarize_cluster(cluster)
-        self._count_unit.value = f"{name_rate_unit(cluster)}s ×"
-        if cluster.gpu.name == "cpu":
+        is_cpu = cluster.gpu.name == "cpu"
+        self._counts.name.value = "Ranks" if is_cpu else "GPUs"
+        if is_cpu:
             memory = f"{cluster.gpu.memory_bytes / 2**30:.1f} GiB"
             self.hint.value = (
                 f"{count_devices(cluster)} share {memory} of this host"
@@ -315,12 +317,17 @@ class ClusterPicker(Picker):
 
 
 def _summarize_cluster(cluster: ss.Cluster) -> str:
-    """Return ``8 × H100 80 GB, NVLink 4``, or for several nodes ``64 × H100 80 GB, 8 nodes``."""
+    """Return ``8 × H100 80 GB, NVLink 4``, or for several nodes ``64 × H100 80 GB, 8 nodes``.
+
+    Where that is too long for the line of a folded question, only the number of GPUs.
+    """
     if cluster.gpu.name == "cpu":
         return describe_devices(cluster)
     name = format_name(cluster.gpu.name).replace(" SXM", "").replace(" PCIe", "")
     if cluster.num_nodes > 1:
-        return f"{cluster.num_gpus:,} × {name}, {cluster.num_nodes:,} nodes"
+        gpus = f"{cluster.num_gpus:,} × {name}"
+        whole = f"{gpus}, {cluster.num_nodes:,} nodes"
+        return whole if len(whole) <= MAX_ANSWER else gpus
     return f"{cluster.num_gpus} × {name}, {format_name(cluster.intra_node_link.name)}"
 
 
@@ -336,4 +343,4 @@ def _parse_input(name: str, text: str) -> float | None:
     field = f"Cluster.{name}"
     if UNITS[name] == GIB:
         return parse_bytes(field, text)
-    return parse_size(field, text, "GB/s", 0.001, 10_000) * UNITS[name]
+    return parse_size(field, text, "GB/s", 0.001, 10_000, 10) * UNITS[name]

@@ -76,7 +76,7 @@ def describe_figures(plan: ss.Plan) -> str:
     memory = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
     # A GPU without known rates still has a memory prediction.
     if _predict_seconds(plan) is None:
-        return memory
+        return f"{memory}, no time is predicted"
     step = plan.step()
     rate = format_short(step.tokens_per_second_per_gpu)
     unit = name_rate_unit(plan.cluster)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 ROWS_ON_A_PAGE = 12
 HEADINGS = {
     "tokens_per_second_per_gpu": "tokens/s per {device}",
-    "step_seconds": "step, {unit}",
-    "peak_bytes": "peak, GiB",
-    "headroom_bytes": "free, GiB",
+    "step_seconds": "step,\N{NO-BREAK SPACE}{unit}",
+    "peak_bytes": "peak,\N{NO-BREAK SPACE}GiB",
+    "headroom_bytes": "free,\N{NO-BREAK SPACE}GiB",
 }
 
 
@@ -44,9 +44,7 @@ def render_page(
     """Return twelve rows from ``first`` on, with sortable headings and rows that apply their plan."""
     shown = order[first : first + ROWS_ON_A_PAGE]
     # One unit for the column, that of the first row, so that the numbers can be compared.
-    first_seconds = float(ranking.get_step_seconds(order[:1])[0])
-    # In seconds from 1 s on, as the advice has them: unlike a step's parts, whole steps are alike in size.
-    scale = Scale("s", 1.0) if first_seconds >= 1 else Scale.for_seconds(first_seconds)
+    scale = Scale.for_seconds(float(ranking.get_step_seconds(order[:1])[0]))
     device = name_rate_unit(ranking.cluster)
     head = _render_heading("framework", "plan", column, ascending) + "<th>micro-batch</th>"
     head += "<th class='ss-text'>recompute</th>"

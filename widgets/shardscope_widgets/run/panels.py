@@ -53,8 +53,7 @@ class Panel:
             unit = Unit.for_bytes(typical)
             return unit.name, float(unit.num_bytes)
         if self.metric.endswith("_seconds"):
-            # On an axis whole seconds are enough from one second on; Scale alone would choose ms up to ten.
-            scale = Scale("s", 1.0) if typical >= 1 else Scale.for_seconds(typical)
+            scale = Scale.for_seconds(typical)
             return scale.unit, 1 / scale.factor
         return "", 1.0
 

@@ -12,7 +12,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.advice.descriptions import name_plan
+from shardscope.planner.advice.descriptions import explain_missing_time, name_plan
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
 from shardscope.planner.verdict import Verdict
@@ -50,7 +50,7 @@ def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> st
     how = "" if plan.recipe.method == "full" else f"<span class='ss-unbroken'>{escape(method)}</span>, "
     what = (
         f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{escape(layout)}</b>, "
-        f"{how}{escape(plan.recipe.precision)}"
+        f"{how}<span class='ss-unbroken'>{escape(plan.recipe.precision)}</span>"
     )
     return (
         f"<div class='ss-what' title='{escape(plain, quote=True)}'>{what}</div>"
@@ -211,10 +211,13 @@ def write_fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
     if not same_nouns or any(
         getattr(plan.recipe, name) != getattr(fitting_plan.recipe, name) for name in RESULT_FIELDS
     ):
-        return (
-            f"No layout of any framework fits this model and training on {count_devices(plan.cluster)}.",
-            f"Change {fit.text}: {memory}",
-        )
+        devices = count_devices(plan.cluster)
+        notice = f"No layout of any framework fits this model and training on {devices}."
+        # A search needs the times of plans: without them only changes of this layout were tried.
+        unknown = explain_missing_time(plan)
+        if unknown:
+            notice = f"No change of this layout fits on {devices}, and others were not searched: {unknown}"
+        return notice, f"Change {fit.text}: {memory}"
     if plan.layout.framework == fitting_plan.layout.framework:
         return None
     title = plan.layout.title

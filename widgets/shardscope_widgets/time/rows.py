@@ -52,7 +52,11 @@ class PlanStep(NamedTuple):
         """Predict the step of ``plan``; store the message of an error."""
         # Assessed first: the step of a plan that does not fit is still predicted, for its chart.
         verdict = assess_plan(plan)
-        lacks = f"Does not fit: {verdict.reason}" if verdict.state == "does not fit" else ""
+        lacks = (
+            f"Does not fit: {verdict.reason[:1].lower()}{verdict.reason[1:]}"
+            if verdict.state == "does not fit"
+            else ""
+        )
         try:
             return cls(plan.step(), lacks=lacks)
         except FieldError as error:

@@ -94,9 +94,9 @@ def test_search_over_cpu_ranks_names_no_gpu(plan: ss.Plan) -> None:
 
 def test_count_of_cpu_ranks_is_labelled_ranks() -> None:
     picker = ClusterPicker("8xh100-sxm-80gb")
-    assert picker._count_unit.value == "GPUs ×"
+    assert picker._counts.name.value == "GPUs"
     picker.set_value(CPU)
-    assert picker._count_unit.value == "ranks ×"
+    assert picker._counts.name.value == "Ranks"
 
 
 def test_more_cpu_ranks_are_no_fix_for_too_little_memory(plan: ss.Plan) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardscope.core.number_format import Scale
+from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit.numbers import (
     Unit,
     format_dollars,
@@ -96,6 +97,12 @@ def test_time_scale_keeps_three_significant_digits(seconds: float) -> None:
     scale = Scale.for_seconds(seconds)
     parsed = float(scale.format(seconds).replace(",", "")) / scale.factor
     assert parsed == pytest.approx(seconds, rel=0.006)
+
+
+@pytest.mark.parametrize("seconds", [0.0123, 0.9994, 0.9996, 3.863, 12.3])
+def test_every_view_shows_a_step_in_the_same_unit(seconds: float) -> None:
+    """The Time tab said 3,863 ms where Plans said 3.86 s."""
+    assert Scale.for_seconds(seconds).format_with_unit(seconds) == format_seconds(seconds)
 
 
 @pytest.mark.parametrize(

@@ -475,6 +475,8 @@ def test_suggested_changes_of_the_previous_plan_are_disabled() -> None:
         (0.03, "3 % slower"),
         (0.4, "1.4x slower"),
         (-0.07, "8 % faster"),
+        (-0.6, "2.5x faster"),
+        (-0.95, "20x faster"),
         (0.001, "same speed"),
         (nan, "time unknown"),
     ],

@@ -74,6 +74,35 @@ def test_invalid_size_is_reported_at_its_input_and_keeps_the_value(box: str, typ
     assert not picker.is_wrong and not row.message
 
 
+@pytest.mark.parametrize(
+    ("box", "typed", "shown"),
+    [
+        ("host", "much", "Allowed: a number of GiB from 0 to 1,048,576. Fix: 1,024."),
+        ("host", "1e9", "Allowed: a number of GiB from 0 to 1,048,576. Fix: 1,048,576."),
+        ("speed", "fast", "Allowed: a number of GB/s from 0.001 to 10,000. Fix: 10."),
+        ("speed", "0", "Allowed: a number of GB/s from 0.001 to 10,000. Fix: 0.001."),
+    ],
+)
+def test_message_at_an_input_has_its_unit_and_no_python_field(box: str, typed: str, shown: str) -> None:
+    """It said "Cluster.nvme_bandwidth_bytes_per_second is '0'" and offered 1,024 GB/s."""
+    picker = ClusterPicker("8xh100-sxm-80gb")
+    getattr(picker, box).value = typed
+    row = picker.rows["host_memory_bytes" if box == "host" else "nvme_bytes"]
+    assert f">{shown}<" in row.children[-1].value
+
+
+@pytest.mark.parametrize(
+    ("cluster", "answer"),
+    [
+        ("256x8xh100-sxm-80gb", "2,048 × H100 80 GB, 256 nodes"),
+        ("2048x8xh100-sxm-80gb", "16,384 × H100 80 GB"),
+        ("2x8xrtx-pro-6000-blackwell-96gb", "16 × RTX PRO 6000 Blackwell 96 GB"),
+    ],
+)
+def test_answer_of_the_folded_question_is_not_cut(cluster: str, answer: str) -> None:
+    assert ClusterPicker(cluster).answer == answer
+
+
 def test_answer_in_the_checks_tab_is_written_to_the_picker() -> None:
     studio = Studio()
     layout = ss.Layout.zero(offload_optimizer="nvme", offload_params="nvme")

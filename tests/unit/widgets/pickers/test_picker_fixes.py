@@ -328,3 +328,13 @@ def test_fit_question_reports_a_slower_framework_as_slower() -> None:
     fit = Fit(plan=smaller, changes=("model a → b",), bytes_won=0, seconds_lost=0.0)
     words, label = write_fit_question(plan, fit) or ("", "")
     assert "No layout of any framework" in words and "model a → b" in label
+
+
+def test_a_fit_on_gpus_without_known_times_does_not_claim_a_search_of_all_layouts() -> None:
+    """A T4 has no bf16: with fp16-mixed, offload makes full training fit."""
+    plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("2xt4-16gb"), ss.Recipe(), ss.Layout.fsdp2())
+    adapters = replace(plan, recipe=replace(plan.recipe, method="qlora"))
+    fit = Fit(plan=adapters, changes=("method full → qlora",), bytes_won=0, seconds_lost=0.0)
+    words, _ = write_fit_question(plan, fit) or ("", "")
+    assert "No layout of any framework" not in words
+    assert "were not searched: the bf16 FLOP/s" in words and "fp16-mixed" in words

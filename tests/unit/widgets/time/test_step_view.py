@@ -106,7 +106,7 @@ def test_all_times_of_the_view_have_one_unit() -> None:
     texts = [strip_tags(view.table.value), strip_tags(view.figures.value)]
     texts += [text for trace in view.figure.data for text in trace.customdata]
     units = {unit for text in texts for unit in re.findall(r"\d (µs|ms|s)\b", text)}
-    assert units == {"ms"}
+    assert units == {"s"}, "from one second on, as in Plans"
 
 
 def test_parts_have_unique_combinations_of_colour_and_pattern() -> None:

@@ -135,9 +135,10 @@ def recommend(
 
     No evaluated plan, and no plan of a search over all layouts, is as simple as the recommended one and
     better: faster and leaner, over 10 % faster and not tight, or, if the recommended one is tight, not tight
-    and less than a third slower. None takes one more option and is leaner and 1.5 times as fast. ``current``
-    is the plan that the user has on screen; if it fits with room and is as fast within the usual prediction
-    error (10 %), the advice is to keep it. A ``current`` for another model, cluster or task is ignored.
+    and less than a third slower. None takes one more option, or the next framework by effort, and is leaner
+    and 1.5 times as fast. ``current`` is the plan that the user has on screen; if it fits with room and is as
+    fast within the usual prediction error (10 %), the advice is to keep it. A ``current`` for another model,
+    cluster or task is ignored.
 
     ``progress(message, fraction)`` is called before each question, and repeatedly by the search over all
     layouts; it may end the advice by raising, with any error but a ``ValueError``.

@@ -42,7 +42,8 @@ MAX_ALTERNATIVES = 2
 NEAR = 1.05
 """Largest ratio of step times that a prediction cannot distinguish: the simplest of such plans is offered."""
 WORTH_ONE_MORE = 1.5
-"""How many times faster a plan must be to be advised although it takes one more option."""
+"""How many times faster a plan must be to be advised although it takes one more option, or the next
+framework by effort."""
 MAX_CHECKED = 400
 """Number of the search's fastest plans that are checked for whether they can be launched here."""
 
@@ -118,8 +119,9 @@ def find_better(
     """Return a plan of the search that is better than ``advised`` and as simple: leaner and faster, clearly
     faster and not tight, or not tight where ``advised`` is.
 
-    A leaner one may take one more option if it is much faster (:data:`WORTH_ONE_MORE`). None if there is none
-    that can be launched here, or none at all where ``advised`` cannot be launched either.
+    A leaner one may take one more option, or the next framework by effort, if it is much faster
+    (:data:`WORTH_ONE_MORE`). None if there is none that can be launched here, or none at all where
+    ``advised`` cannot be launched either.
     """
     if advised.seconds is None:
         return None
@@ -133,7 +135,10 @@ def find_better(
     counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
     simple = simplicity.is_as_simple_as(limit)
     is_worth_one = seconds * WORTH_ONE_MORE < advised.seconds
-    one_more = is_worth_one & simplicity.is_as_simple_as(limit._replace(settings=limit.settings + 1))
+    # One more option is one more setting, or the next framework by effort: a plan with its training state
+    # in host memory is no simpler than ZeRO-3 with all of it on the GPUs.
+    limits = (limit._replace(settings=limit.settings + 1), limit._replace(effort=limit.effort + 1))
+    one_more = is_worth_one & np.logical_or(*(simplicity.is_as_simple_as(one) for one in limits))
     # Memory that stays free is no reason for a plan that is clearly slower; a tight plan may not run at all,
     # so a looser one may cost as much as recomputation could.
     most = advised.seconds * SAFE if advised.report.is_tight else advised.seconds / PAYS

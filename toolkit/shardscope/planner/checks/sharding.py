@@ -140,9 +140,10 @@ def check_expert_shards(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="more-ranks-than-experts",
         severity="warning",
-        why=f"fully_shard gives each rank whole experts: {shards - experts.num_experts} of {shards} ranks "
-        f"have none of the {experts.num_experts}, and each all-gather of them is padded to {shards} experts. "
-        f"Sharded over {shards // factor} ranks, {' and '.join(effects)}.",
+        why=f"fully_shard gives each rank whole experts: {shards - experts.num_experts:,} of {shards:,} "
+        f"ranks have none of the {experts.num_experts}, and each all-gather of them is padded to {shards:,} "
+        "experts. "
+        f"Sharded over {shards // factor:,} ranks, {' and '.join(effects)}.",
         number=saved / 2**30 if saves_memory else won,
         change=f"replicate={num_replicas}: shard over {shards // factor} ranks",
         plan=changed,
