@@ -49,6 +49,7 @@ class GuidedView(TeachingView):
         self.heading = controls.create_html()
         self.steps: list[GuideStep] = []
         self.stepper = SteppedChart()
+        self.stepper.label = ""  # It has steps, and draws nothing.
         self.stepper._config = {"displayModeBar": False, "responsive": True}
         self.stepper.observe(self._show_step, "step")
         # Without a kernel nothing could follow these steps: exports have the sentence alone.

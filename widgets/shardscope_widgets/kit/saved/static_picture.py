@@ -85,7 +85,7 @@ def _render_parts(view: widgets.Widget) -> Iterator[str]:
                 svg = widget.to_svg()
             except Exception:  # Keep the view's text and table whatever its chart contains.
                 svg = ""
-            yield _render_chart(svg, widget.layout.height) if svg else ""
+            yield _render_chart(svg, widget.layout.height, widget.label) if svg else ""
             if widget.words:
                 yield f"<p>{escape(widget.words)}</p>"
         elif isinstance(widget, LogPane):
@@ -98,7 +98,7 @@ def _render_parts(view: widgets.Widget) -> Iterator[str]:
             yield f"<div style='{_join_styles('div', classes)}'>{html}</div>" if html and classes else html
 
 
-def _render_chart(svg: str, height: int | None) -> str:
+def _render_chart(svg: str, height: int | None, label: str) -> str:
     """Return the chart twice: as an ``<svg>`` element and, below it and clipped, as an image.
 
     JupyterLab does not trust notebooks of others: it removes ``<svg>`` and leaves its text. That text then
@@ -110,7 +110,7 @@ def _render_chart(svg: str, height: int | None) -> str:
     packed = base64.b64encode(alone.encode()).decode()
     return (
         f"<div style='height:{height or DEFAULT_HEIGHT}px;overflow:hidden;font-size:0'>{svg}"
-        f"<img alt='chart' src='data:image/svg+xml;base64,{packed}'></div>"
+        f"<img alt='{escape(label, quote=True)}' src='data:image/svg+xml;base64,{packed}'></div>"
     )
 
 
