@@ -87,7 +87,7 @@ class GuidedView(TeachingView):
         if not self.steps or self.plan is None:
             return
         shown = self.steps[self.step]
-        self.words.value = f"<p>{escape(shown.words)}</p>"
+        self.words.value = f"<p data-said='step'>{escape(shown.words)}</p>"
         self.view.show(shown.plan)
         # The plan itself, for comparison with what was changed.
         self.view.pins = () if shown.plan == self.plan else (self.plan,)
