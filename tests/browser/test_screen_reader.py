@@ -66,8 +66,11 @@ def test_a_wrong_input_says_so(page: Any) -> None:
     fill_input(page, "Model", "nonsense-7x")
     expect(box).to_have_attribute("aria-invalid", "true")
     assert "nonsense-7x" in box.get_attribute("aria-description")
+    reason = page.locator(".ss-launch [data-said=launch]")
+    expect(reason).to_contain_text("is off: Correct the input marked in red first.")
     fill_input(page, "Model", "llama-3.1-8b")
     expect(box).not_to_have_attribute("aria-invalid", "true")
+    expect(reason).to_be_empty()
 
 
 def test_a_new_verdict_is_said_once(page: Any) -> None:

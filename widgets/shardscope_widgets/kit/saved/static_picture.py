@@ -22,7 +22,10 @@ from shardscope_widgets.run.log_pane import LogPane
 
 TEXT_WIDGETS = (widgets.HTML, Clickable, LogPane)
 """Widgets whose value is HTML."""
-LEFT_OUT = {"ss-off", "ss-side", "ss-finetune-settings", "ss-words", "ss-strip", "ss-repairs", "ss-guide"}
+LEFT_OUT = {
+    *("ss-off", "ss-off-screen", "ss-side", "ss-finetune-settings", "ss-words", "ss-strip", "ss-repairs"),
+    "ss-guide",
+}
 """Classes of boxes that are left out: hidden ones, inputs (summarized by the headline) with their reasons,
 progress, notices, and changes and steps that only a live view can make.
 """
