@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from opened_notebook import open_notebook, run_all_cells, write_notebook
+from playwright.sync_api import expect
 from served import Lab
 from studio_page import choose_tab, fill_input, open_studio, use_theme, wait_for_verdict
 from tests.requirements import thorough
@@ -101,3 +103,31 @@ def test_focus_that_the_user_gives_away_is_not_taken_back(page: Any) -> None:
     button.evaluate("each => { each.style.display = 'none'; }")
     page.wait_for_timeout(500)
     assert not page.evaluate(IN_STUDIO)
+
+
+TABLE = """import ipywidgets
+from shardscope_widgets.kit.clickable import Clickable
+from shardscope_widgets.kit.sheet import Sheet
+pressed = ipywidgets.Label()
+table = Clickable(lambda act: setattr(pressed, "value", act))
+table.value = "<table data-roving>" + "".join(
+    f"<tr data-act='{act}'><td><button data-act='{act}'>{act}</button></td></tr>" for act in ("one", "two")
+) + "</table>"
+view = ipywidgets.VBox([Sheet(), table, pressed])
+view.add_class("ss-root")
+view"""
+
+
+def test_rows_of_a_table_are_one_stop_each_and_enter_presses_it(lab: Lab, browser: Any) -> None:
+    write_notebook(lab, "rows.ipynb", TABLE)
+    page = open_notebook(lab, browser, "rows.ipynb")
+    run_all_cells(page, 1)
+    view = page.locator(".ss-root")
+    first = view.get_by_role("button", name="one")
+    expect(first).to_have_attribute("tabindex", "0")
+    expect(view.locator("tr[tabindex]")).to_have_count(0)
+    first.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(view.locator(".widget-label").last).to_have_text("two")
+    page.close()
