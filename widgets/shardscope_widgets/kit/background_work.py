@@ -131,7 +131,7 @@ class WorkPanel(widgets.HBox):
             if now - message_time >= MIN_SECONDS_BETWEEN_MESSAGES:
                 message_time = now
                 self.progress.value = fraction
-                self.show_message(f"{message} · {estimate.format(now - started, fraction)}")
+                self._write(f"{message} · {estimate.format(now - started, fraction)}")
 
         try:
             result = work(report_progress)
@@ -176,5 +176,8 @@ class WorkPanel(widgets.HBox):
             if len(first_line) <= MAX_SHOWN_CHARACTERS
             else first_line[:MAX_SHOWN_CHARACTERS] + " …"
         )
-        role = " class='ss-error' role='alert'" if is_error else ""
-        self.words.value = f"<span{role}>{escape(shown)}</span>"
+        # Screen readers say results and errors by themselves, but not each report of the progress.
+        self._write(shown, " class='ss-error' role='alert'" if is_error else " data-said='work'")
+
+    def _write(self, text: str, attributes: str = "") -> None:
+        self.words.value = f"<span{attributes}>{escape(text)}</span>"

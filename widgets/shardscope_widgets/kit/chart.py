@@ -87,6 +87,9 @@ class Chart(go.FigureWidget):
     _figure = traitlets.Dict(help="Traces and layout, read when they are sent.").tag(
         sync=True, to_json=_current_figure
     )
+    label = traitlets.Unicode(
+        "Chart", help="What the chart shows, and where its numbers are, for screen readers."
+    ).tag(sync=True)
     clickable = traitlets.Bool(False, help="Whether clicks are reported, and marks look so.").tag(sync=True)
     revision = traitlets.Int(0, help="Counts what was sent; observe it to follow the figure.")
     _drawn: traitlets.List[dict[str, object]] = traitlets.List(
@@ -148,7 +151,7 @@ class Chart(go.FigureWidget):
 
     def to_svg(self) -> str:
         """Return the current figure as one ``<svg>`` element, without a browser."""
-        return draw_svg(self._data, self._layout_obj._props)
+        return draw_svg(self._data, self._layout_obj._props, label=self.label)
 
     def _handle_message(self, _: object, content: object, __: object) -> None:
         match content:

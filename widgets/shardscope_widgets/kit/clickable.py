@@ -35,8 +35,8 @@ class Clickable(anywidget.AnyWidget):
     Both raise ``IgnoredError`` for unknown values; ``on_answer`` also raises ``ValueError`` for invalid
     text.
 
-    In an element with ``data-roving``, Tab stops once and the arrow keys move between its buttons, links and
-    rows (``front_end/roving.js``); the view's ``Sheet`` enables this.
+    In an element with ``data-roving``, Tab stops once and the arrow keys move between its buttons and
+    links (``front_end/roving.js``); the view's ``Sheet`` enables this.
 
     One model serves a whole table: a widget per button would slow down page loading.
     """

@@ -105,6 +105,8 @@ def create_segments(options: Sequence[tuple[str, object]], name: str) -> widgets
     """Return a segmented control: a few choices in a row, one of them selected."""
     buttons = widgets.ToggleButtons(
         options=options,
+        # The front end takes it for the name of the group (kit/front_end/names.js).
+        tooltip=name,
         tooltips=[f"{name}: {label}" for label, _ in options],
         layout=share_filling_layout(),
         style=_reuse(widgets.ToggleButtonsStyle, button_width="auto"),

@@ -8,9 +8,11 @@ from importlib.resources import files
 
 @cache
 def front_end_text(folder: str, *names: str) -> str:
-    """Return the concatenated text of ``names`` in ``shardscope_widgets/<folder>``.
+    """Return the concatenated text of ``names`` in ``shardscope_widgets/<folder>``, without lines of comment.
 
     Text instead of a path: a file-backed front end keeps every widget instance alive (anywidget#929).
     """
     place = files("shardscope_widgets").joinpath(*folder.split("/"))
-    return "\n".join((place / name).read_text(encoding="utf-8") for name in names)
+    text = "\n".join((place / name).read_text(encoding="utf-8") for name in names)
+    # Each widget's state has its front end; a reloaded page must get all of them within two seconds.
+    return "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("//"))

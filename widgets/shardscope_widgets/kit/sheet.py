@@ -7,6 +7,8 @@ import traitlets
 
 from shardscope_widgets.kit.front_end import front_end_text
 
+SCRIPTS = ("keys.js", "roving.js", "focus.js", "announcer.js", "names.js", "saved_picture.js", "sheet.js")
+
 
 class Sheet(anywidget.AnyWidget):
     """The shared stylesheet plus those of the given view folders: ``Sheet("memory")``.
@@ -14,7 +16,7 @@ class Sheet(anywidget.AnyWidget):
     Every view with the class ``ss-root`` contains one.
     """
 
-    _esm = front_end_text("kit/front_end", "keys.js", "roving.js", "saved_picture.js", "sheet.js")
+    _esm = front_end_text("kit/front_end", *SCRIPTS)
     _css = front_end_text("kit/front_end", "style.css")
     measures = traitlets.Bool(False, help="Whether the browser reports the view's width.").tag(sync=True)
     width = traitlets.Int(0, help="Pixels; 0 until the view was seen, and without `measures`.").tag(sync=True)

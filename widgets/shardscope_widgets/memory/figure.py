@@ -84,6 +84,7 @@ def create_memory_figure(on_component: Callable[[str], None]) -> Chart:
         for name, dash in zip(TIMELINES, DASHES, strict=True)
     ]
     figure = Chart([*bars, *areas, *lines], layout=_build_layout())
+    figure.label = "Memory of a GPU by component. The table below has the numbers."
     figure._config = {"displayModeBar": False, "responsive": True}
     # Trace indices of bars, then of areas; the lines after them have no row in the table.
     clickable = (*NAMES, *COMPONENTS)

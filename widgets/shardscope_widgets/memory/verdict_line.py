@@ -21,7 +21,7 @@ def render_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict, more: 
     tooltip = text if verdict.state == "fits" else verdict.reason
     return (
         f"<div class='ss-verdict {STATE_CLASSES[verdict.state]}' data-state='{verdict.state}' "
-        f"title='{escape(tooltip, quote=True)}'>"
+        f"data-said='verdict' title='{escape(tooltip, quote=True)}'>"
         f"<i class='ss-sign' aria-hidden='true'>{STATE_SIGNS[verdict.state]}</i>{escape(text + more)}</div>"
     )
 

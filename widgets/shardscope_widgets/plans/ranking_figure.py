@@ -68,6 +68,7 @@ def create_ranking_figure() -> Chart:
         cliponaxis=False,
     )
     figure = Chart([*hollow, crosses, *filled, front, on_screen], layout=_build_layout())
+    figure.label = "Tokens/s and peak memory of all plans. The table below lists the fastest."
     figure._config = {"displayModeBar": False, "responsive": True}
     return figure
 

@@ -205,6 +205,7 @@ def _create_chart() -> Chart:
         for _ in range(2)
     ]
     chart = Chart(data=empty, layout=layout)
+    chart.label = "Loss and speed of both runs by step. The table has the numbers."
     chart._config = {"displayModeBar": False, "responsive": True}
     return chart
 

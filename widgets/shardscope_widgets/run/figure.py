@@ -413,6 +413,7 @@ def _create_figure() -> Chart:
         **axes,
     }
     figure = Chart(data=[], layout=layout)
+    figure.label = "Metrics of each rank by step. The table below has the latest values."
     figure._config = {"displayModeBar": False, "responsive": True}
     return figure
 

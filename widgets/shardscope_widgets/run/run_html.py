@@ -75,7 +75,7 @@ def render_heading(run: ss.Run, status: str) -> str:
     target = escape(run.target, quote=True)
     where = f" <span class='ss-hint ss-run-target'>{target}</span>" if target else ""
     return (
-        f"<div class='ss-clipped'>{render_status_sign(status, place='ss-status')} "
+        f"<div class='ss-clipped' data-said='run'>{render_status_sign(status, place='ss-status')} "
         f"<span class='ss-run-name'>{name}</span>{where}</div>"
         # A no-break space keeps the height of an empty line: a reason that appears must not move the page.
         f"<div class='ss-hint ss-clipped' title='{reason}'>{reason or '&nbsp;'}</div>"

@@ -49,6 +49,7 @@ class GuidedView(TeachingView):
         self.heading = controls.create_html()
         self.steps: list[GuideStep] = []
         self.stepper = SteppedChart()
+        self.stepper.label = ""  # It has steps, and draws nothing.
         self.stepper._config = {"displayModeBar": False, "responsive": True}
         self.stepper.observe(self._show_step, "step")
         # Without a kernel nothing could follow these steps: exports have the sentence alone.
@@ -86,7 +87,7 @@ class GuidedView(TeachingView):
         if not self.steps or self.plan is None:
             return
         shown = self.steps[self.step]
-        self.words.value = f"<p>{escape(shown.words)}</p>"
+        self.words.value = f"<p data-said='step'>{escape(shown.words)}</p>"
         self.view.show(shown.plan)
         # The plan itself, for comparison with what was changed.
         self.view.pins = () if shown.plan == self.plan else (self.plan,)

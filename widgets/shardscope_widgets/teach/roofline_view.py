@@ -130,6 +130,7 @@ def _create_figure() -> SteppedChart:
         + [{"type": "scatter", "mode": "markers", "name": kind} for kind in KINDS],
         layout={**build_style(HEIGHT), "xaxis": axis, "yaxis": axis},
     )
+    figure.label = "Roofline of a layer's operators. The table below has the numbers."
     figure._config = {"displayModeBar": False, "responsive": True}
     return figure
 
@@ -262,7 +263,7 @@ def _render_table(shown: LayerRoofline) -> str:
     rows = "".join(_render_row(shown, one, scale, unit) for one in shown.operators)
     recipe = shown.plan.recipe
     return (
-        "<div class='ss-scroll' tabindex='0'>"
+        "<div class='ss-scroll' tabindex='0' role='group' aria-label='Operators of a layer'>"
         f"<table class='ss-table'><caption>Micro-batches of {recipe.micro_batch_size} × {recipe.seq_len:,} "
         "tokens</caption><thead><tr><th scope='col'>operator</th><th scope='col'>GFLOP</th>"
         f"<th scope='col'>{unit.name} moved</th><th scope='col'>FLOP per byte</th>"

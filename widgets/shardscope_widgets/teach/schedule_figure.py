@@ -104,6 +104,7 @@ def create_schedule_figure() -> SteppedChart:
             "yaxis2": {**axis, "anchor": "x2"},
         },
     )
+    figure.label = "The pipeline's schedule and memory, step by step. The table below has the peaks."
     figure._config = {"displayModeBar": False, "responsive": True}
     return figure
 

@@ -173,7 +173,7 @@ def _render_table(shown: PipelineSchedule) -> str:
     own = shown.schedule == find_schedule(shown.plan)
     note = "" if own else ", under the plan's own schedule"
     return (
-        "<div class='ss-scroll' tabindex='0'>"
+        "<div class='ss-scroll' tabindex='0' role='group' aria-label='Memory of the stages'>"
         f"<table class='ss-table'><thead><tr><th scope='col'>stage</th><th scope='col'>layers</th>"
         f"<th scope='col'>waits, {scale.unit}</th><th scope='col'>most {held} in flight</th>"
         f"<th scope='col'>peak memory, GiB{escape(note)}</th></tr></thead><tbody>{rows}</tbody></table></div>"

@@ -92,6 +92,7 @@ def create_sharding_figure() -> SteppedChart:
             "yaxis": {**axis, "anchor": "x"},
         },
     )
+    figure.label = "One layer on each rank, step by step. The table below has the numbers."
     figure._config = {"displayModeBar": False, "responsive": True}
     return figure
 

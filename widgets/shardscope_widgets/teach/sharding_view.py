@@ -125,7 +125,8 @@ def _render_table(shown: LayerSharding) -> str:
         for one in shown.exchanges
     )
     return (
-        "<div class='ss-scroll' tabindex='0'><table class='ss-table'><thead><tr><th scope='col'>when</th>"
+        "<div class='ss-scroll' tabindex='0' role='group' aria-label='Collectives of the layer'>"
+        "<table class='ss-table'><thead><tr><th scope='col'>when</th>"
         "<th scope='col' class='ss-text'>what</th><th scope='col' class='ss-text'>collective</th>"
         f"<th scope='col'>ranks</th><th scope='col'>{unit.name} of a call</th>"
         f"<th scope='col'>calls a step</th></tr></thead><tbody>{rows}</tbody></table></div>"

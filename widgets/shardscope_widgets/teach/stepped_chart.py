@@ -68,7 +68,7 @@ class SteppedChart(Chart):
         changes, layout = frame.get("traces", {}), frame.get("layout", {})
         assert isinstance(changes, dict) and isinstance(layout, dict)
         traces = [{**trace, **changes.get(str(index), {})} for index, trace in enumerate(self._data)]
-        return draw_svg(traces, {**self._layout_obj._props, **layout})
+        return draw_svg(traces, {**self._layout_obj._props, **layout}, label=self.label)
 
     @traitlets.validate("step")
     def _limit_step(self, proposal: traitlets.Bunch) -> int:

@@ -55,6 +55,7 @@ def create_step_figure(on_part: Callable[[str], None]) -> Chart:
         hovertemplate="%{customdata}<extra></extra>",
     )
     figure = Chart([*bars, measured], layout=_build_layout())
+    figure.label = "Time of a step by part. The tables below have the numbers."
     figure._config = {"displayModeBar": False, "responsive": True}
 
     def report_click(trace: int, point: int, customdata: object) -> None:

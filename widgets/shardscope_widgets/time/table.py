@@ -267,7 +267,8 @@ def _render_collectives(report: StepReport, scale: Scale) -> str:
     return (
         "<h2>Communication <span class='ss-hint'>per rank and step; the exposed times "
         "add up to the parts above</span></h2>"
-        "<div class='ss-scroll' tabindex='0'><table class='ss-table'><thead><tr><th>part</th>"
+        "<div class='ss-scroll' tabindex='0' role='group' aria-label='Communication'>"
+        "<table class='ss-table'><thead><tr><th>part</th>"
         "<th class='ss-text'>collective</th><th>ranks</th><th class='ss-text'>link</th><th>GiB</th>"
         f"<th>time, {scale.unit}</th><th>exposed, {scale.unit}</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>"

@@ -163,7 +163,7 @@ class AnalysisPanel(widgets.VBox):
         charts = self._charts.setdefault(name, [])
         for chart, figure in zip(charts, page.figures, strict=False):
             _redraw_chart(chart, figure)
-        charts += [_create_chart(figure) for figure in page.figures[len(charts) :]]
+        charts += [_create_chart(figure, name) for figure in page.figures[len(charts) :]]
         self._set_body(page.text, charts[: len(page.figures)], "".join(page.tables))
         self.path_button.layout.display = "" if page.path else "none"
         self.rates_button.layout.display = "" if page.has_rates else "none"
@@ -237,7 +237,8 @@ def _redraw_chart(chart: Chart, figure: go.Figure) -> None:
         chart.layout.update(figure.layout.to_plotly_json(), overwrite=True)
 
 
-def _create_chart(figure: go.Figure) -> Chart:
+def _create_chart(figure: go.Figure, name: str) -> Chart:
     chart = Chart(figure)
+    chart.label = f"{name}. The text and the tables beside the chart have the numbers."
     chart._config = {"displayModeBar": False, "responsive": True}
     return chart

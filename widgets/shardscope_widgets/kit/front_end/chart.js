@@ -113,6 +113,14 @@ function render({ model, el }) {
     ask();
   };
 
+  // One image: read one by one, the axes' numbers and plotly's marks mean nothing.
+  const name = () => {
+    const label = model.get("label");
+    place.setAttribute("role", label ? "img" : "none");
+    place.setAttribute("aria-label", label);
+  };
+  name();
+
   // Before the first picture, so that what is below does not move when it comes.
   const { height } = model.get("_figure")?.layout ?? {};
   if (height) place.style.minHeight = `${height}px`;
@@ -122,6 +130,7 @@ function render({ model, el }) {
   guardKeysAlone(el, signal);
   onTheme(askAnew, signal);
   model.on("change:_figure change:_config", ask);
+  model.on("change:label", name);
   plotly(model).then(
     (loaded) => {
       Plotly = loaded;
@@ -137,6 +146,7 @@ function render({ model, el }) {
     cancelAnimationFrame(frame);
     observer.disconnect();
     model.off("change:_figure change:_config", ask);
+    model.off("change:label", name);
     Plotly?.purge(place);
   };
 }

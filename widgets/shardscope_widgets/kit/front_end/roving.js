@@ -2,7 +2,8 @@
 // controls.py) or any element with `data-roving` in the HTML of a Clickable: `<div data-roving role='group'>`.
 
 const GROUPS = ".ss-seg, [data-roving]";
-const STOPS = "button:not(:disabled), summary, a[href], [role=button], [role=row][data-act], tr[data-act]";
+// Not rows: each that can be pressed has a button in it, and the keyboard would stop twice.
+const STOPS = "button:not(:disabled), summary, a[href], [role=button]";
 const CHOSEN = ".mod-active, [aria-pressed=true], [aria-current=true], [aria-selected=true]";
 
 /** Return what can be focused in `group`, but not in a group inside of it. @param {Element} group */

@@ -34,32 +34,6 @@ function reportOnce(root, signal) {
   root.addEventListener("keypress", keepFromIpywidgets, { capture: true, signal });
 }
 
-/** Name inputs for screen readers. ipywidgets gives them a title only, which is no label: not all screen readers say it, and
- * voice control finds an input by the words that are seen beside it.
- * @param {Element} root @param {AbortSignal} signal */
-function nameInputs(root, signal) {
-  const name = (input) => {
-    // ipywidgets' own label is empty unless there is a description.
-    const isLabelled = [...(input.labels ?? [])].some((label) => label.textContent.trim());
-    if (!input.title || isLabelled) return;
-    const seen = input.closest(".ss-row")?.querySelector(".widget-label")?.textContent.trim() ?? "";
-    const isSaid = input.title.toLowerCase().includes(seen.toLowerCase());
-    const label = isSaid ? input.title : `${seen}: ${input.title}`;
-    if (input.getAttribute("aria-label") !== label) input.setAttribute("aria-label", label);
-  };
-  const nameAll = (element) => element.querySelectorAll("input, select, textarea").forEach(name);
-  const isInput = (element) => element.matches("input, select, textarea");
-  const observer = new MutationObserver((records) => {
-    for (const { type, target, addedNodes } of records) {
-      if (type === "attributes") isInput(target) && name(target);
-      else for (const node of addedNodes) node instanceof Element && (isInput(node) ? name(node) : nameAll(node));
-    }
-  });
-  nameAll(root);
-  observer.observe(root, { subtree: true, childList: true, attributes: true, attributeFilter: ["title"] });
-  signal.addEventListener("abort", () => observer.disconnect());
-}
-
 /** Bring the top of the view into sight if it is above: what a button further down started is seen there.
  * @param {Element} root */
 function show(root) {
@@ -69,7 +43,8 @@ function show(root) {
 }
 
 function render({ model, el }) {
-  el.style.display = "none";
+  // It has nothing to see, but what is hidden is not said.
+  el.classList.add("ss-off-screen");
   const ended = new AbortController();
   let root = null;
   let width = 0;
@@ -90,16 +65,20 @@ function render({ model, el }) {
   // A view may be rendered long before it is attached: under a tab, in a cell that is scrolled to later.
   let frame = requestAnimationFrame(function find() {
     root = el.closest(".ss-root");
-    if (!root) {
+    if (!root || !el.isConnected) {
       frame = requestAnimationFrame(find);
       return;
     }
     observer.observe(root);
     offerAll(root, ended.signal);
     reportOnce(root, ended.signal);
-    nameInputs(root, ended.signal);
     guardKeys(root, ended.signal);
     rove(root, ended.signal);
+    // Once for a view and the views in it: a result would be said twice.
+    if (root.parentElement?.closest(".ss-root")) return;
+    describeControls(root, ended.signal);
+    keepFocus(root, ended.signal);
+    sayChanges(root, el, ended.signal);
   });
   const onMessage = (message) => {
     if (message === "show") root && show(root);

@@ -81,6 +81,7 @@ function renderSteps({ model, el }) {
   place.className = "ss-hint";
   const words = document.createElement("p");
   words.className = "ss-step-words";
+  words.setAttribute("aria-live", "polite");
   const bar = document.createElement("div");
   bar.className = "ss-steps";
   bar.setAttribute("role", "group");
@@ -99,6 +100,8 @@ function renderSteps({ model, el }) {
     slider.value = String(step);
     slider.setAttribute("aria-valuetext", `${step + 1} of ${number}: ${said}`);
     place.textContent = `${step + 1} of ${number}`;
+    // The slider says its step itself, and nobody can listen as fast as they are played.
+    words.setAttribute("aria-live", timer || document.activeElement === slider ? "off" : "polite");
     words.textContent = said;
     const action = timer ? "Pause" : "Play";
     play.textContent = action;

@@ -3,6 +3,9 @@
 
 const ARROW_PIXELS = 26;
 
+/** Return whether the user has asked the system for less motion. */
+const isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+
 /** The arrow at one end; the keyboard needs none, because the arrow keys reach every tab. */
 function createScroller(direction) {
   const scroller = document.createElement("span");
@@ -29,6 +32,13 @@ function render({ model, el }) {
     if (place.left < row.left + ARROW_PIXELS) el.scrollLeft -= row.left + ARROW_PIXELS - place.left;
     else if (place.right > row.right - ARROW_PIXELS) el.scrollLeft += place.right - row.right + ARROW_PIXELS;
     showScrollers();
+  };
+  // The page below the tabs, which belongs to the chosen one; it is attached after them.
+  const namePanel = () => {
+    const panel = el.nextElementSibling;
+    if (!panel?.matches(".widget-box")) return;
+    panel.setAttribute("role", "tabpanel");
+    panel.setAttribute("aria-label", model.get("value"));
   };
   const draw = () => {
     const chosen = model.get("value");
@@ -72,6 +82,7 @@ function render({ model, el }) {
     }
     if (had) el.querySelector("[aria-selected=true]")?.focus({ preventScroll: true });
     showChosen();
+    namePanel();
   };
   const choose = (name) => {
     model.set("value", name);
@@ -79,11 +90,14 @@ function render({ model, el }) {
   };
   const listen = (event, listener) => el.addEventListener(event, listener, { signal: ended.signal });
   listen("scroll", showScrollers);
-  const resizes = new ResizeObserver(showChosen);
+  const resizes = new ResizeObserver(() => {
+    showChosen();
+    namePanel();
+  });
   resizes.observe(el);
   listen("click", ({ target }) => {
     const { direction } = target.dataset;
-    if (direction) el.scrollBy({ left: (direction === "after" ? 0.7 : -0.7) * el.clientWidth, behavior: "smooth" });
+    if (direction) el.scrollBy({ left: (direction === "after" ? 0.7 : -0.7) * el.clientWidth, behavior: isCalm() ? "auto" : "smooth" });
     const tab = target.closest("button");
     if (tab) choose(tab.dataset.name);
   });

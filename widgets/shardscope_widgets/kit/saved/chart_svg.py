@@ -90,9 +90,9 @@ class Axis:
             yield self.to_pixel(tick), _format_tick(tick) + suffix
 
 
-def draw_svg(traces: Sequence[Props], layout: Props, width: int = WIDTH) -> str:
-    """Return a plotly figure with these traces and layout as one ``<svg>`` element."""
-    return _Drawing(traces, layout, width).draw_all()
+def draw_svg(traces: Sequence[Props], layout: Props, width: int = WIDTH, label: str = "Chart") -> str:
+    """Return a plotly figure as one ``<svg>`` element; ``label`` is its text alternative."""
+    return _Drawing(traces, layout, width).draw_all(label)
 
 
 class _Drawing:
@@ -155,7 +155,7 @@ class _Drawing:
         room = 0.05 * ((high - low) or abs(high) or 1.0)
         return (low if low == 0 else low - room), high + room
 
-    def draw_all(self) -> str:
+    def draw_all(self, label: str) -> str:
         """Return the whole SVG, from the bottom layer to the top layer."""
         # plotly's order: grid lines are below the data, shapes and annotations above.
         parts = [
@@ -167,7 +167,8 @@ class _Drawing:
         ]
         return (
             f"<svg viewBox='0 0 {self.width} {self.height}' width='{self.width}' height='{self.height}' "
-            "role='img' aria-label='chart' style='max-width:100%;height:auto;display:block' "
+            f"role='img' aria-label='{escape(label, quote=True)}' "
+            "style='max-width:100%;height:auto;display:block' "
             # Viewers that remove SVG, such as GitHub's, leave its words: a space keeps them apart.
             f"fill='currentColor' font-family='system-ui,sans-serif' font-size='12'>{' '.join(parts)}</svg>"
         )

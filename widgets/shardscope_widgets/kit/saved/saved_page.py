@@ -82,6 +82,7 @@ def _render_chart(chart: Chart) -> str:
     """Return a chart's place with its state; its picture is shown without scripts."""
     state = {
         "_figure": {"data": chart._data, "layout": chart._layout_obj._props},
+        "label": chart.label,
         "_config": chart._config,
         "_source": "page",
         "clickable": False,

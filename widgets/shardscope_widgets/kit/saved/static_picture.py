@@ -22,7 +22,10 @@ from shardscope_widgets.run.log_pane import LogPane
 
 TEXT_WIDGETS = (widgets.HTML, Clickable, LogPane)
 """Widgets whose value is HTML."""
-LEFT_OUT = {"ss-off", "ss-side", "ss-finetune-settings", "ss-words", "ss-strip", "ss-repairs", "ss-guide"}
+LEFT_OUT = {
+    *("ss-off", "ss-off-screen", "ss-side", "ss-finetune-settings", "ss-words", "ss-strip", "ss-repairs"),
+    "ss-guide",
+}
 """Classes of boxes that are left out: hidden ones, inputs (summarized by the headline) with their reasons,
 progress, notices, and changes and steps that only a live view can make.
 """
@@ -109,7 +112,7 @@ def _render_parts(view: widgets.Widget) -> Iterator[str]:
                 svg = widget.to_svg()
             except Exception:  # Keep the view's text and table whatever its chart contains.
                 svg = ""
-            yield _render_chart(svg, widget.layout.height) if svg else ""
+            yield _render_chart(svg, widget.layout.height, widget.label) if svg else ""
             if widget.words:
                 yield f"<p>{escape(widget.words)}</p>"
         elif isinstance(widget, LogPane):
@@ -122,7 +125,7 @@ def _render_parts(view: widgets.Widget) -> Iterator[str]:
             yield f"<div style='{_join_styles('div', classes)}'>{html}</div>" if html and classes else html
 
 
-def _render_chart(svg: str, height: int | None) -> str:
+def _render_chart(svg: str, height: int | None, label: str) -> str:
     """Return the chart twice: as an ``<svg>`` element and, below it and clipped, as an image.
 
     JupyterLab does not trust notebooks of others: it removes ``<svg>`` and leaves its text. That text then
@@ -137,7 +140,7 @@ def _render_chart(svg: str, height: int | None) -> str:
     return (
         f"<div style='{shape};overflow:hidden;font-size:0'>{svg}"
         # GitHub's viewer removes styles too: the words that are left of the SVG have a line of their own.
-        f"<br><img alt='chart' src='data:image/svg+xml;base64,{packed}'></div>"
+        f"<br><img alt='{escape(label, quote=True)}' src='data:image/svg+xml;base64,{packed}'></div>"
     )
 
 

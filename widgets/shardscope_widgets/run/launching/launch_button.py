@@ -54,8 +54,10 @@ class LaunchButton:
         self.button = controls.create_button("Launch", "ss-button", "ss-main-button")
         self.button.on_click(lambda _: self.launch())
         self.note = controls.create_html("", "ss-hint")
+        # The keyboard does not reach a disabled button, nor its tooltip.
+        self.spoken_reason = controls.create_html("", "ss-off-screen")
         self.target = LaunchTarget(on_change=self.update_offer, on_options=on_options)
-        self.head = controls.stack_vertically(self.button, self.target.head)
+        self.head = controls.stack_vertically(self.button, self.spoken_reason, self.target.head)
         self.head.add_class("ss-launch")
         self.free = FreeMemoryList()
         # A box around it: a front end of anywidget does not follow changes of its classes.
@@ -87,6 +89,8 @@ class LaunchButton:
         note = against or self.current.note
         self.button.tooltip = note or self.current.tooltip
         self.note.value = escape(note)
+        off = f"{self.button.description} is off: {note}" if self.button.disabled and note else ""
+        self.spoken_reason.value = f"<span data-said='launch'>{escape(off)}</span>"
 
     @property
     def task(self) -> Callable[[Context], object]:

@@ -126,6 +126,7 @@ function fillArea(view, box) {
     element("div", "", `from ${shownPoint(Math.round(area.t0))} to ${shownPoint(Math.round(area.t1))} · Escape removes it`),
   );
   box.replaceChildren(head);
+  say(view, [...head.children].map((line) => line.textContent).join(", "));
   if (!areaSums) return void head.append(element("div", "ss-trace-same", area.tracks.length ? "Adding up…" : "No track in it."));
   const byName = element("table", "");
   fillTotals(byName, areaSums.names, AREA_TOTALS, "Name");

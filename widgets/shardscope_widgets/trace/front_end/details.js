@@ -7,6 +7,11 @@ const HINT_OF_KEYS =
   "W and S zoom, A and D pan, arrows pan and scroll, 0 shows all, F zooms to the selected slice, M measures, / searches, ? lists all keys.";
 const MAX_LINKS = 8;
 
+/** Let a screen reader say `text`, once. @param {View} view @param {string} text */
+function say({ page: { spoken } }, text) {
+  if (spoken.textContent !== text) spoken.textContent = text;
+}
+
 /** @param {View} view */
 function showDetails(view) {
   const { details, canvas } = view.page;
@@ -15,6 +20,8 @@ function showDetails(view) {
   details.classList.remove("ss-trace-area");
   if (view.isAreaShown) return fillArea(view, details);
   if (slice) return fillSlice(view, details, slice);
+  // Neither is a result, for a screen reader to say each time that the focus comes and goes.
+  say(view, "");
   // Without the focus the same keys are JupyterLab's: they are named only while they work.
   details.replaceChildren(element("div", "ss-trace-hint", document.activeElement === canvas ? HINT_OF_KEYS : HINT));
 }
@@ -51,6 +58,7 @@ function fillSlice(view, box, slice) {
     columns.push(addHeading("Called from", list));
   }
   box.replaceChildren(...columns);
+  say(view, [slice.name, ...facts].join(", "));
   box.scrollTop = 0;
 }
 

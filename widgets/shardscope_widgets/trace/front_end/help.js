@@ -33,6 +33,8 @@ function addHelp(view) {
   listen(view, close, "click", () => closeHelp(view));
   listen(view, page.helpButton, "click", () => openHelp(view));
   listen(view, help, "keydown", (/** @type {KeyboardEvent} */ event) => {
+    // It covers the drawing: Tab would move on below it, where Escape no longer closes it.
+    if (event.key === "Tab") event.preventDefault();
     if (event.key !== "Escape" && event.key !== "?") return;
     event.stopPropagation();
     closeHelp(view);

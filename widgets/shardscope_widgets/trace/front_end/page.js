@@ -61,12 +61,14 @@ function buildPage(root, scene) {
   if (!scene.num_slices) stage.append(element("div", "ss-trace-empty", "Empty trace: the profiler recorded no slices."));
 
   const details = element("div", "ss-trace-details");
-  details.setAttribute("aria-live", "polite");
+  // The first line of the details: whole tables would be read at each key that moves an end of an area.
+  const spoken = element("div", "ss-trace-spoken");
+  spoken.setAttribute("role", "status");
   const error = element("div", "ss-trace-error");
   error.setAttribute("role", "alert");
   const totals = /** @type {HTMLDetailsElement} */ (element("details", "ss-trace-totals"));
   totals.append(element("summary", "", "Where the time went in this view"), element("table", ""));
-  root.append(bar, stage, details, totals);
+  root.append(bar, stage, details, spoken, totals);
   if (scene.notes.length) {
     const notes = element("details", "ss-trace-notes");
     const list = element("ul", "");
@@ -76,7 +78,7 @@ function buildPage(root, scene) {
   }
   root.append(error);
   const inStage = { stage, canvas, gutter, pin, tip, help, status };
-  return { search, previous, next, count, span, fit, download, perfetto, helpButton, ...inStage, details, error, totals };
+  return { search, previous, next, count, span, fit, download, perfetto, helpButton, ...inStage, details, spoken, error, totals };
 }
 
 /** @param {HTMLElement} table @param {any[]} rows of name, slices, self_seconds, total_seconds @param {string} caption
