@@ -169,8 +169,8 @@ class _Drawing:
             traces.append(
                 {
                     "y": [block.stage for block, *_ in blocks],
-                    "base": [round(start, 5) for _, start, _ in blocks],
-                    "x": [round(end - start, 5) for _, start, end in blocks],
+                    "base": [round(start, 8) for _, start, _ in blocks],
+                    "x": [round(end - start, 8) for _, start, end in blocks],
                     "text": [
                         str(block.micro_batch) if self._is_numbered(block) else "" for block, *_ in blocks
                     ],
