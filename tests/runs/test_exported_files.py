@@ -263,6 +263,7 @@ FLAGS: dict[str, Callable[[str], Any] | None] = {
     "use-precision-aware-optimizer": None, "exp-avg-dtype": str, "exp-avg-sq-dtype": str,
     "seq-length": int, "micro-batch-size": int, "global-batch-size": int, "optimizer": str,
     "hidden-dropout": float, "attention-dropout": float, "fp16": None, "bf16": None, "fp8-format": str,
+    "fp4-format": str,
     "accumulate-allreduce-grads-in-fp32": None, "grad-reduce-in-bf16": None, "attention-backend": str,
     "cross-entropy-loss-fusion": None, "cross-entropy-fusion-impl": str, "recompute-granularity": str,
     "recompute-method": str, "recompute-num-layers": int, "recompute-activations": None,
