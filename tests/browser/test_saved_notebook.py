@@ -113,10 +113,9 @@ def test_fault_47_untrusted_notebook_shows_the_last_plan(lab: Lab, browser: Any)
     saved["metadata"]["kernelspec"] = spec
     (lab.folder / "mailed.ipynb").write_text(json.dumps(saved))
     page = open_notebook(lab, browser, "mailed.ipynb", viewport={"width": 1400, "height": 2400})
-    page.wait_for_function("() => document.querySelectorAll('.jp-Notebook img[alt=chart]').length === 2")
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('img[alt=chart]')].every(each => each.naturalWidth > 300)"
-    )
+    charts = """[...document.querySelectorAll(".jp-Notebook img[src^='data:image/svg']")]"""
+    page.wait_for_function(f"() => {charts}.length === 2")
+    page.wait_for_function(f"() => {charts}.every(each => each.naturalWidth > 300 && each.alt)")
     save_screenshot(page, "saved_untrusted")
     text = page.locator(".jp-Notebook").inner_text()
     assert "with DDP" in text and "Does not fit: needs" in text
