@@ -17,10 +17,13 @@ MAX_LINE = 300
 EXIT_CODE = re.compile(r"srun: (?:error: \S+: tasks? [\d,-]+: (?:Exited with|Terminated|Killed)|Terminating)")
 """Lines with which srun ends the log of a failed step, after those of the node that name the cause."""
 FAILED_SETUP = re.compile(r"^setup: exit code (\d+): (.+)$", re.MULTILINE)
-WATCH_SETUP = """trap 'echo "setup: exit code $?: $(sed -n "${LINENO}p" "$0")" >&2' ERR"""
+WATCH_SETUP = (
+    'trap \'case $BASH_SOURCE in "$0") '
+    'echo "setup: exit code $?: $(sed -n "${LINENO}p" "$0")" >&2;; esac\' ERR'
+)
 """Line of a job script after which bash reports each line that fails (bash(1), trap), also with ``set -e``.
-Not by ``BASH_COMMAND``: of a function such as ``module`` that is its last command. Conditions, and all but
-the last command of a pipe, may fail."""
+Not by ``BASH_COMMAND``: of a function such as ``module`` that is its last command. Conditions, all but the
+last command of a pipe, and the lines of a sourced file may fail, unless ``source`` itself does."""
 END_OF_SETUP = "trap - ERR"
 
 
@@ -57,6 +60,8 @@ def read_job_log(folder: RunFolder) -> tuple[str, str]:
     if path is None:
         return "", ""
     lines = read_tail_text(folder.path / path, LOG_CHARACTERS).strip().splitlines()
+    if not lines:  # Emptied since.
+        return "", ""
     causes = [line for line in lines if line.strip() and not EXIT_CODE.match(line)] or lines
     # A failed line has written its own message before, which may end with general advice, as Lmod's does.
     own = [line for line in causes if not FAILED_SETUP.match(line)] or causes
@@ -65,9 +70,10 @@ def read_job_log(folder: RunFolder) -> tuple[str, str]:
 
 
 def _list_logs(folder: RunFolder) -> list[Path]:
-    """Return the logs with errors that are not empty, that of the script and of node 0 first."""
+    """Return the logs with errors that are not blank, that of the script and of node 0 first."""
     with contextlib.suppress(OSError):
-        return [path for path in sorted((folder.path / SUBMISSION).glob("*.err")) if path.stat().st_size]
+        paths = sorted((folder.path / SUBMISSION).glob("*.err"))
+        return [path for path in paths if read_tail_text(path, LOG_CHARACTERS).strip()]
     return []
 
 

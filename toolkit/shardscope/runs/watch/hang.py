@@ -130,7 +130,7 @@ class HangDetector:
         self._has_reported_full_disk = True
         return (
             f"no step is recorded, because the disk of {self.folder.path} is full. Metrics and output are "
-            "lost while the ranks train on. Nearest fix: free some space on that disk"
+            "lost, and whether the ranks train on is not known. Nearest fix: free some space on that disk"
         )
 
     def _recover(self) -> str | None:

@@ -60,10 +60,12 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     compared (Westfall and Young 1993, maxT).
     """
     collectives = collectives or find_collectives(trace)
-    members, delays = [], []
+    # One array for all groups of a size, because each is permuted thousands of times.
+    by_size: dict[int, list[tuple[Ints, Floats]]] = defaultdict(list)
     for ranks, durations in _measure_durations(trace, collectives):
-        members.append(np.broadcast_to(ranks, durations.shape))
-        delays.append(_compute_delays(durations))
+        by_size[len(ranks)].append((np.broadcast_to(ranks, durations.shape), _compute_delays(durations)))
+    members = [np.concatenate([ranks for ranks, _ in groups]) for groups in by_size.values()]
+    delays = [np.concatenate([delay for _, delay in groups]) for groups in by_size.values()]
     num_ranks, num_calls = len(trace.ranks), sum(len(delay) for delay in delays)
     late = _sum_by_rank(members, delays, num_ranks)
     p_values = _compute_p_values(members, delays, late) if num_calls else None

@@ -27,6 +27,10 @@ function sayChanges(root, place, signal) {
   const check = () => {
     timer = 0;
     const now = read();
+    // What was removed and comes back with the same text is news: the same work has ended again.
+    for (const key of said.keys()) {
+      if (!root.querySelector(`[data-said="${CSS.escape(key)}"]`)) said.delete(key);
+    }
     const settled = [...now].filter(([key, text]) => said.get(key) !== text && pending.get(key) === text);
     pending = new Map([...now].filter(([key, text]) => said.get(key) !== text && pending.get(key) !== text));
     for (const [key, text] of settled) said.set(key, text);
