@@ -138,8 +138,8 @@ def ask_dominating_plan(path: QuestionPath) -> None:
         describe_figures(current),
         "A search over all layouts is compared with the questions. A plan that is as simple is better if it "
         f"is faster and needs less memory, if it is over {100 * (PAYS - 1):.0f} % faster and not tight, or "
-        "if only the other one is tight. One more option, or another framework, is worth it if the step is "
-        f"{WORTH_ONE_MORE:g} times as fast.",
+        "if only the other one is tight. Each further option, or the next framework by effort, is worth it "
+        f"if the step is {WORTH_ONE_MORE:g} times as fast.",
         current,
         taken=True,
     )
