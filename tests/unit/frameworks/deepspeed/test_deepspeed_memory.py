@@ -24,6 +24,7 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
     count_flattened_copy,
+    place_gradients,
 )
 from shardscope.frameworks.deepspeed.memory.parameter_offload import TracedModel, build_traced_model
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
@@ -209,7 +210,7 @@ def test_the_largest_copy_equals_that_of_slicing_element_by_element(
         max(1, -(-sum(size for size, flag in tensors if flag is kind) // ranks)) for kind in (False, True)
     )
     options = ReductionOptions(partitions=(matrices, vectors), rank=0, overlapping=0, bucket_size=bucket)
-    gradients = options.place_gradients(sizes, is_vector)
+    gradients = place_gradients(sizes, is_vector, options.partitions)
     slices: list[tuple[int, int]] = []
     for gradient in gradients:
         for element in range(gradient.start, gradient.end):
@@ -235,8 +236,9 @@ def test_vectors_have_a_flat_buffer_and_sub_groups_of_their_own() -> None:
     first = reduce_in_backward(build_tensors(sizes, (2,), is_vector), options, 0)[0]
     assert (first.peak.gradients, first.peak.staging) == (0, 40)
     first_rank = options._replace(rank=0)
-    assert not first_rank.has_own(first_rank.place_gradients(sizes, is_vector)[3:])
-    assert options.has_own(options.place_gradients(sizes, is_vector)[3:])
+    last_gradient = place_gradients(sizes, is_vector, options.partitions)[3:]
+    assert not first_rank.has_own(last_gradient)
+    assert options.has_own(last_gradient)
 
 
 def test_stage_3_keeps_parameters_that_are_reused_soon() -> None:

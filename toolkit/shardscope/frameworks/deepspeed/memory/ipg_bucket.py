@@ -7,7 +7,8 @@ DeepSpeed 0.19: ``average_tensor``, ``allreduce_and_scatter``, ``allreduce_bucke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -55,16 +56,7 @@ class ReductionOptions(NamedTuple):
         """Elements of gradients that stay on the device after the first reduction."""
         return 0 if self.norm_width else self.overlapping
 
-    def place_gradients(self, sizes: tuple[int, ...], is_vector: tuple[bool, ...]) -> list[FlatGradient]:
-        """Return the position of each tensor of ``sizes`` in its flat buffer."""
-        ends = [0, 0]
-        gradients: list[FlatGradient] = []
-        for size, flag in zip(sizes, is_vector or (False,) * len(sizes), strict=True):
-            gradients.append(FlatGradient(ends[flag], size, self.partitions[flag]))
-            ends[flag] += size
-        return gradients
-
-    def has_own(self, bucket: list[FlatGradient]) -> bool:
+    def has_own(self, bucket: Sequence[FlatGradient]) -> bool:
         """Return whether any gradient of ``bucket`` overlaps the rank's partitions."""
         rank = self.rank
         return any(
@@ -84,6 +76,24 @@ class BucketCounts(NamedTuple):
     """Sum over the buckets of the elements that their busiest rank owns, and copies to the host."""
     overlapping: int = 0
     """The same with whole tensors in place of their owned slices."""
+
+
+# Cached: stages 0 and 1 with every offload have the same.
+@lru_cache(maxsize=256)
+def place_gradients(
+    sizes: tuple[int, ...], is_vector: tuple[bool, ...], partitions: tuple[int, int]
+) -> tuple[FlatGradient, ...]:
+    """Return the position of each tensor of ``sizes`` in its flat buffer.
+
+    ``is_vector`` has a flag for each tensor (empty: none is a vector); ``partitions`` are as in
+    :class:`ReductionOptions`.
+    """
+    ends = [0, 0]
+    gradients: list[FlatGradient] = []
+    for size, flag in zip(sizes, is_vector or (False,) * len(sizes), strict=True):
+        gradients.append(FlatGradient(ends[flag], size, partitions[flag]))
+        ends[flag] += size
+    return tuple(gradients)
 
 
 def count_buckets(
@@ -115,7 +125,7 @@ def count_buckets(
     return BucketCounts(number, elements, owned, overlapping)
 
 
-def _count_of_busiest_rank(bucket: list[FlatGradient]) -> tuple[int, int]:
+def _count_of_busiest_rank(bucket: Sequence[FlatGradient]) -> tuple[int, int]:
     """Return the most elements of ``bucket`` that one rank owns, and of tensors that it owns a slice of."""
     # Changes from one rank to the next: a large tensor fills the partitions of many.
     owned: Counter[int] = Counter()
@@ -144,7 +154,7 @@ def _find_largest_sum(changes: Mapping[int, int]) -> int:
     return max(accumulate(changes[rank] for rank in sorted(changes)), default=0)
 
 
-def count_reduction_copies(bucket: list[FlatGradient], options: ReductionOptions) -> int:
+def count_reduction_copies(bucket: Sequence[FlatGradient], options: ReductionOptions) -> int:
     """Return the temporary elements of reducing a full bucket.
 
     They are a flattened copy, then the norms of offloaded gradients (``set_norm_for_param_grad_in_gpu``).
@@ -156,7 +166,7 @@ def count_reduction_copies(bucket: list[FlatGradient], options: ReductionOptions
     return max(flattened, options.norm_width * largest)
 
 
-def count_flattened_copy(bucket: list[FlatGradient], options: ReductionOptions) -> int:
+def count_flattened_copy(bucket: Sequence[FlatGradient], options: ReductionOptions) -> int:
     """Return the elements of the largest flattened copy in ``allreduce_and_scatter``, over slices by rank."""
     elements = sum([gradient.size for gradient in bucket])
     if elements <= options.bucket_size:
@@ -171,7 +181,7 @@ def count_flattened_copy(bucket: list[FlatGradient], options: ReductionOptions) 
     return find_largest_copy(_list_slices(bucket), options.bucket_size, options.cast_width)
 
 
-def _list_slices(bucket: list[FlatGradient]) -> list[tuple[int, int]]:
+def _list_slices(bucket: Sequence[FlatGradient]) -> list[tuple[int, int]]:
     """Return (size, number of consecutive slices of that size) of a bucket's slices by destination rank."""
     runs: list[tuple[int, int]] = []
     owner = -1

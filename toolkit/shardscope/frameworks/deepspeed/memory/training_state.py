@@ -28,6 +28,7 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     BucketCounts,
     ReductionOptions,
     count_buckets,
+    place_gradients,
 )
 from shardscope.frameworks.deepspeed.memory.offload_config import offload_state
 from shardscope.frameworks.deepspeed.memory.parameter_offload import build_traced_model
@@ -403,7 +404,13 @@ def _count_elements(
         flat_buffers = dense.flat_buffers + experts.flat_buffers
         largest_slice, largest_expert_slice = dense.largest_slice, experts.largest_slice
         options = _build_reduction_options(settings, dense)
-        buckets = _count_reduction_buckets(settings, tensors, options)
+        buckets = _count_reduction_buckets(
+            tensors,
+            options.partitions,
+            options.bucket_size,
+            in_backward=settings.stage == 2 or settings.overlaps,
+            finds_busiest=options.norm_width > 0,
+        )
         parts = _count_backward_parts(
             settings, tensors, options, experts.overlapping, tied_head, bool(accumulates)
         )
@@ -451,14 +458,20 @@ def _build_reduction_options(settings: _Settings, dense: FlatPartition) -> Reduc
     )
 
 
+@lru_cache(maxsize=1024)
 def _count_reduction_buckets(
-    settings: _Settings, tensors: RankTensors, options: ReductionOptions
+    tensors: RankTensors,
+    partitions: tuple[int, int],
+    bucket_size: int,
+    *,
+    in_backward: bool,
+    finds_busiest: bool,
 ) -> BucketCounts:
     """Return the buckets of stages 0 to 2: in the order of backward, or in model order after it."""
-    gradients = options.place_gradients(tensors.trained, tensors.is_vector)
-    if settings.stage == 2 or settings.overlaps:
-        gradients = [gradients[index] for index in tensors.gradient_order]
-    return count_buckets(gradients, options.bucket_size, finds_busiest=options.norm_width > 0)
+    gradients = place_gradients(tensors.trained, tensors.is_vector, partitions)
+    if in_backward:
+        gradients = tuple(gradients[index] for index in tensors.gradient_order)
+    return count_buckets(gradients, bucket_size, finds_busiest=finds_busiest)
 
 
 def _count_backward_parts(

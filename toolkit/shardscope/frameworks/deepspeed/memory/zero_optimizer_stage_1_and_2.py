@@ -20,6 +20,7 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
     count_reduction_copies,
+    place_gradients,
 )
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     FP64,
@@ -317,7 +318,7 @@ class _BackwardReduction:
     ) -> None:
         self._tensors, self._options = tensors, options
         self._tied_head, self._earlier_gradients = tied_head, earlier_gradients
-        self._gradients = options.place_gradients(tensors.trained, tensors.is_vector)
+        self._gradients = place_gradients(tensors.trained, tensors.is_vector, options.partitions)
         self._order = iter(tensors.gradient_order)
         self._bucket: list[FlatGradient] = []
         self._bucket_elements = self._accumulated = 0
@@ -458,7 +459,7 @@ def count_late_reduction(
     """Return the elements stage 1's reduction after backward needs above all gradients and the bucket."""
     bucket: list[FlatGradient] = []
     removed = most = accumulated = elements = 0
-    for gradient in (*options.place_gradients(sizes, is_vector), None):
+    for gradient in (*place_gradients(sizes, is_vector, options.partitions), None):
         if bucket and (gradient is None or elements + gradient.size > options.bucket_size):
             in_bucket = elements if elements <= options.bucket_size else 0
             cloned = (options.norm_width > 0) * (elements - in_bucket)
