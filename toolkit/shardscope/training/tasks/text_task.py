@@ -43,7 +43,7 @@ from shardscope.training.checkpoints.manifest import find_damage
 from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.data.windows import check_text_length
-from shardscope.training.examples.source_record import describe_changed_data, describe_file
+from shardscope.training.examples.source_record import describe_changed_data, describe_file, select_identity
 from shardscope.training.optimizers.schedule import (
     DEFAULT_SCHEDULE,
     DEFAULT_WARMUP,
@@ -282,6 +282,8 @@ class TextTask(ABC):
             if resumed is not None and (notice := describe_changed_data(resumed, data_source)):
                 print(notice, flush=True)
             ctx.record("data_source", data_source)
+            # With each checkpoint too: a run that is started again in this folder writes its record anew.
+            engine.data_source = select_identity(data_source)
         if validation is not None:
             engine.validation_state = validation.describe_state()
         print(
