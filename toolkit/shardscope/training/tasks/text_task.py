@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from shardscope.core.errors import (
     check_integer,
     check_number,
     refuse,
+    warn_user,
 )
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_trained
@@ -456,7 +456,7 @@ class TextTask(ABC):
             choice = choose_by_name(folder, name)
             check_any_usable(choice, self._field("resume"))
             if choice.notice:
-                warnings.warn(f"{self._field('resume')}: {choice.notice}", RuntimeWarning, stacklevel=2)
+                warn_user(f"{self._field('resume')}: {choice.notice}")
             checkpoint = choice.checkpoint
             if checkpoint is not None:
                 self._check_loads(checkpoint, plan)
@@ -469,12 +469,10 @@ class TextTask(ABC):
         total = self.planned_steps
         if total is None or not is_int(done) or done < total:
             return
-        warnings.warn(
+        warn_user(
             f"{self._field('num_steps')} is {total:,}, the total with the steps before; {checkpoint} has "
             f"{format_count(done, 'step')} already, so nothing will be trained. Nearest fix: "
-            f"num_steps={done + total}, for {total:,} more.",
-            RuntimeWarning,
-            stacklevel=3,
+            f"num_steps={done + total}, for {total:,} more."
         )
 
     def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
