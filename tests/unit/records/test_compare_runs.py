@@ -66,6 +66,8 @@ def test_table_of_runs_has_measurements_and_errors(two_runs: Path) -> None:
     assert "<td>+50%</td>" in html and "<td>–</td>" in html and "b&lt;i&gt;" in html and "<i>" not in html
     assert "<th style='min-width:6.5em'>started</th>" in html
     assert ss.runs(two_runs / "a")._repr_html_() == "<p>No runs here.</p>"
+    missing = two_runs / "typo"
+    assert ss.runs(missing)._repr_html_() == f"<p>No runs here: {missing} does not exist.</p>"
     assert [record["status"] for record in runs[0].history] == ["starting", "finished"]
 
 

@@ -196,12 +196,13 @@ def _parse_sbatch_options(words: Sequence[str]) -> dict[str, str | int | bool]:
 def list_runs(options: argparse.Namespace) -> int:
     """Print the runs of a folder."""
     import shardscope as ss
+    from shardscope.runs.summaries import describe_missing_folder
 
     records = ss.runs(options.folder).to_frame().to_dict("records")
     if options.json:
         print_json(records)
     elif not records:
-        print(f"No runs in {options.folder}.")
+        print_text(f"No runs in {options.folder}{describe_missing_folder(Path(options.folder))}.")
     else:
         columns = ("run", "status", "ranks", "steps", "loss", "step_seconds", "plan")
         head = (*columns[:-2], "step s", "plan")
@@ -327,7 +328,7 @@ def _print_run(run: Run, as_json: bool) -> None:
             "loss": last and last["loss"],
         }
         ending = {"status": run.status, "reason": run.reason, "error": run.error}
-        where = {"folder": run.folder, "target": run.target, "nodes": [node.name for node in run.nodes]}
+        where = {"folder": run.folder, "model": run.model, "target": run.target, "nodes": [node.name for node in run.nodes]}
         print_json(
             {
                 "run": run.name,
@@ -350,6 +351,7 @@ def _print_run(run: Run, as_json: bool) -> None:
             "nodes": ", ".join(node.name for node in run.nodes),
             "ranks": run.world_size,
             "folder": run.folder,
+            "model": run.model,
         }
     )
 

@@ -51,6 +51,8 @@ class Runs(list["Run"]):
         super().__init__(runs)
         self.damaged = tuple(damaged)
         """Summaries of unreadable run folders, with ``name`` and ``damage``; also rows of the table."""
+        self.missing = ""
+        """Why the folder of these runs cannot hold any, as the end of a sentence; empty if it can."""
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per run.
@@ -106,7 +108,7 @@ class Runs(list["Run"]):
 
     def _repr_html_(self) -> str:
         if not self and not self.damaged:
-            return "<p>No runs here.</p>"
+            return f"<p>No runs here{escape(self.missing)}.</p>"
         shown, damaged = self[-MAX_SHOWN:], self.damaged[-MAX_SHOWN:]
         # Unnamed runs are named after their start time: without the start column there is room for errors.
         has_start_names = all(_NAMED_BY_START.match(run.name) for run in shown)
