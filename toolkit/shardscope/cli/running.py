@@ -328,7 +328,8 @@ def _print_run(run: Run, as_json: bool) -> None:
             "loss": last and last["loss"],
         }
         ending = {"status": run.status, "reason": run.reason, "error": run.error}
-        where = {"folder": run.folder, "model": run.model, "target": run.target, "nodes": [node.name for node in run.nodes]}
+        nodes = [node.name for node in run.nodes]
+        where = {"folder": run.folder, "model": run.model, "target": run.target, "nodes": nodes}
         print_json(
             {
                 "run": run.name,
