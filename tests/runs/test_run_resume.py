@@ -92,3 +92,7 @@ def test_a_resume_without_steps_left_or_with_other_data_says_so(tmp_path: Path) 
         "before, and the checkpoint had 3 steps"
     )
     assert "has changed" not in untrained.logs(0)
+
+    larger = tiny_plan("ddp", 2, num_micro_batches=2)
+    with pytest.warns(RuntimeWarning, match=r"Pretrain\.resume: .*Nearest fix: global_batch_size=4"):
+        Pretrain(num_steps=5, text=text, resume=other.folder).check_launch(larger, runs, None)

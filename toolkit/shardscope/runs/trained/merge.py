@@ -90,6 +90,8 @@ def _find_run(run_or_folder: object) -> Run:
         folder = folder.parent
     if not (folder / "run.json").is_file():
         allowed = "a run, its folder, or the exported folder in it, which knows the base of its adapters"
+        if not folder.exists():
+            allowed += ": there is no such folder"
         refuse("merge run_or_folder", str(folder), allowed, "run.folder")
     return Run.attach(folder)
 

@@ -440,7 +440,7 @@ class TextTask(ABC):
 
         A text cannot be read or is shorter than a sequence, the checkpoint that ``resume=True`` would choose
         now for a run ``name`` in ``folder`` cannot be loaded, a tracker's package or nsys is missing, or the
-        disk has no room for checkpoints and export.
+        disk has no room for checkpoints and export. Warn of what a resumed run does otherwise than before.
         """
         for field, path in self._list_texts().items():
             check_can_be_read(self._field(field), path)
@@ -458,9 +458,9 @@ class TextTask(ABC):
             if choice.notice:
                 warn_user(f"{self._field('resume')}: {choice.notice}")
             checkpoint = choice.checkpoint
-            if checkpoint is not None:
-                self._check_loads(checkpoint, plan)
         if checkpoint is not None:
+            for notice in self._check_loads(checkpoint, plan):
+                warn_user(f"{self._field('resume')}: {notice}")
             self._warn_of_no_steps(checkpoint)
 
     def _warn_of_no_steps(self, checkpoint: Path) -> None:
