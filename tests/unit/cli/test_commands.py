@@ -263,6 +263,8 @@ def test_attach_shows_where_a_run_is_and_why_an_attempt_ended(tmp_path: Path) ->
 def test_waiting_for_a_failed_run_ends_with_1_and_its_reason(tmp_path: Path) -> None:
     write_run("bad", "failed", parent=tmp_path / "runs", reason="rank 1 failed")
     assert "bad failed: rank 1 failed" in run(tmp_path, "attach", "bad", "--wait", code=1)
+    typo = run(tmp_path, "attach", "badd", code=2)
+    assert "its name in ./runs: it does not exist. Nearest fix: bad." in typo
     assert "rank 1 failed" in run(tmp_path, "attach", "bad")
 
 

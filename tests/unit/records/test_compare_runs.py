@@ -67,9 +67,7 @@ def test_table_of_runs_has_measurements_and_errors(two_runs: Path) -> None:
     assert "min-width:6em'>started</th>" in html
     assert "container-type:inline-size" in html and "cqw" in html, "on paper, a wide table is smaller"
     assert "predicted step seconds" in html
-    assert "step error" not in runs[1]._repr_html_(), (
-        "no column without a value, for which paper has no space"
-    )
+    assert "step error" not in runs[1]._repr_html_(), "columns without a value need space"
     assert ss.runs(two_runs / "a")._repr_html_() == "<p>No runs here.</p>"
     missing = two_runs / "typo"
     assert ss.runs(missing)._repr_html_() == f"<p>No runs here: {missing} does not exist.</p>"

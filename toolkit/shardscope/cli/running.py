@@ -18,7 +18,7 @@ from shardscope.cli.plan_options import (
     read_plan,
 )
 from shardscope.cli.planning import Commands, add_command
-from shardscope.core.errors import refuse
+from shardscope.core.errors import find_similar, refuse
 from shardscope.records.folder import FINAL
 
 if TYPE_CHECKING:
@@ -281,8 +281,14 @@ def _find_path(source: str) -> Path:
 def _find_run(source: str) -> Run:
     """Attach to a run. Raises ``ValueError`` if there is none."""
     import shardscope as ss
+    from shardscope.runs.summaries import find_run_folders
 
-    return ss.Run.attach(_find_path(source))
+    path = _find_path(source)
+    if not path.exists():
+        similar = find_similar(source, [folder.name for folder in find_run_folders(Path(RUNS))])
+        allowed = f"the folder of a run, or its name in ./{RUNS}: it does not exist"
+        refuse("run", source, allowed, similar or "`shardscope runs`, which lists them")
+    return ss.Run.attach(path)
 
 
 def _follow(run: Run, as_json: bool) -> int:
