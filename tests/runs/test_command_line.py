@@ -35,14 +35,17 @@ def run(folder: Path, *arguments: str, code: int = 0) -> str:
 
 
 def test_launch_waits_for_three_steps_and_other_commands_show_the_run(tmp_path: Path) -> None:
-    task = ("--task", "pretrain", "num_steps=3", "profile=true")
+    task = ("--task", "pretrain", "num_steps=3", "profile=true", "export=true")
     shown = run(tmp_path, "launch", *PLAN, *RECIPE, *task, "--name", "three", "--wait")
     assert "step 3 of 3, loss" in shown and "finished" in shown
     launched = ss.Run.attach(tmp_path / "runs" / "three")
+    model = f"model   {launched.model}"
+    assert "".join(model.split()) in "".join(shown.split()), "wrapped at 80 columns"
     assert launched.status == "finished" and launched.plan.recipe.seq_len == 64
     attached: dict[str, Any] = json.loads(run(tmp_path, "attach", "three", "--json"))
     losses = [record["loss"] for record in launched.metrics() if record["rank"] == 0 and "loss" in record]
     assert (attached["num_steps_done"], attached["loss"]) == (3, losses[-1])
+    assert attached["model"] == str(launched.model)
     assert "three" in run(tmp_path, "runs")
     assert "step 3 of 3" in run(tmp_path, "logs", "three")
     assert "2 ranks" in run(tmp_path, "trace", "three")

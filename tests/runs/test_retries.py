@@ -21,6 +21,8 @@ class FailingPretrain(ss.Pretrain):
     """A Pretrain of which a rank fails at one step, ``failures`` times."""
 
     failures: int = 1
+    changes_text: bool = False
+    """Whether the text is another one after a failure."""
 
     def read_text(self, ctx: object) -> object:
         windows = super().read_text(ctx)
@@ -30,6 +32,8 @@ class FailingPretrain(ss.Pretrain):
             marks = list(ctx.folder.glob("failed-*"))
             if (ctx.rank, step) == (1, 4) and len(marks) < self.failures:
                 (ctx.folder / f"failed-{len(marks)}").touch()
+                if self.changes_text:
+                    self.text.write_text("Some years ago, never mind how long. " * 500)
                 raise ValueError("this rank fails")
             return build_batch(step)
 
@@ -54,6 +58,16 @@ def test_a_failed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert whole.wait(300) == "finished"
     curves = [[record["loss"] for record in each.metrics() if record["rank"] == 0] for each in (run, whole)]
     assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+
+
+def test_changed_data_are_named_in_the_next_attempt(tmp_path: Path) -> None:
+    """The attempts share a folder: the second one wrote its record over that of the first one's data."""
+    text = tmp_path / "text.txt"
+    text.write_text("Call me Ishmael. " * 500)
+    task = FailingPretrain(num_steps=STEPS, save_every=2, text=text, changes_text=True)
+    run = ss.launch(make_plan(), task, folder=tmp_path, retries=1)
+    assert run.wait(300) == "finished", (run.reason, run.error)
+    assert run.logs(0).count("text.txt has changed (SHA-256 ") == 1
 
 
 @thorough()

@@ -84,10 +84,15 @@ def test_a_resume_without_steps_left_or_with_other_data_says_so(tmp_path: Path) 
     assert "text.txt has changed (SHA-256 " in other.logs(0)
 
     fix = r"Pretrain\.num_steps is 2, .*has 3 steps already, .*num_steps=5, for 2 more"
-    with pytest.warns(RuntimeWarning, match=fix):
+    with pytest.warns(RuntimeWarning, match=fix) as warned:
         untrained = train(2)
+    assert [warning.filename for warning in warned] == [__file__], "not a line of ours"
     assert read_steps(untrained) == [] and untrained.reason == (
         "the task returned on every rank; nothing was trained: num_steps=2 is the total with the steps "
         "before, and the checkpoint had 3 steps"
     )
     assert "has changed" not in untrained.logs(0)
+
+    larger = tiny_plan("ddp", 2, num_micro_batches=2)
+    with pytest.warns(RuntimeWarning, match=r"Pretrain\.resume: .*Nearest fix: global_batch_size=4"):
+        Pretrain(num_steps=5, text=text, resume=other.folder).check_launch(larger, runs, None)

@@ -230,7 +230,10 @@ def test_runs_and_attach_show_runs_of_a_folder(tmp_path: Path) -> None:
     assert_fits_in_80_columns(shown)
     assert [line.split()[:2] for line in shown.splitlines()[1:]] == [["good", "finished"], ["bad", "failed"]]
     assert [row["run"] for row in run_json(tmp_path, "runs", "runs")] == ["good", "bad"]
-    assert run(tmp_path, "runs", "elsewhere") == "No runs in elsewhere.\n"
+    assert run(tmp_path, "runs", "runs/good") == "No runs in runs/good.\n"
+    missing = " ".join(run(tmp_path, "runs", "elsewhere").split())
+    assert missing == f"No runs in elsewhere: {tmp_path / 'elsewhere'} does not exist."
+    assert run_json(tmp_path, "runs", "elsewhere") == []
     attached = run_json(tmp_path, "attach", "good")
     assert (attached["status"], attached["num_steps_done"], attached["num_steps"]) == ("finished", 20, 40)
     assert "step 20 of 40, loss" in run(tmp_path, "attach", "runs/good", "--wait")
@@ -260,6 +263,8 @@ def test_attach_shows_where_a_run_is_and_why_an_attempt_ended(tmp_path: Path) ->
 def test_waiting_for_a_failed_run_ends_with_1_and_its_reason(tmp_path: Path) -> None:
     write_run("bad", "failed", parent=tmp_path / "runs", reason="rank 1 failed")
     assert "bad failed: rank 1 failed" in run(tmp_path, "attach", "bad", "--wait", code=1)
+    typo = run(tmp_path, "attach", "badd", code=2)
+    assert "its name in ./runs: it does not exist. Nearest fix: bad." in typo
     assert "rank 1 failed" in run(tmp_path, "attach", "bad")
 
 

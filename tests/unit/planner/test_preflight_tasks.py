@@ -377,7 +377,7 @@ def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
     ("recipe", "words"),
     [
         ({}, "and this plan trains all weights."),
-        ({"method": "lora"}, "over a base that is not quantised."),
+        ({"method": "lora"}, "over a base that is not quantized."),
         ({"method": "lora", "quantization": "nf4"}, "over a base in NF4."),
         ({"method": "qlora", "lora_rank": 8}, "trains adapters of rank 8 on k_proj, o_proj, q_proj, v_proj,"),
         ({"method": "qlora", "lora_targets": ("q_proj",)}, "trains adapters of rank 16 on q_proj,"),

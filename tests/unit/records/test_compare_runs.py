@@ -63,9 +63,14 @@ def test_table_of_runs_has_measurements_and_errors(two_runs: Path) -> None:
     assert frame["tensors_gib"][0] == pytest.approx(measured.tensor_bytes / 2**30)
     assert frame["memory_error"][0] == pytest.approx(measured.error)
     html = runs._repr_html_()
-    assert "<td>+50%</td>" in html and "<td>–</td>" in html and "b&lt;i&gt;" in html and "<i>" not in html
-    assert "<th style='min-width:6.5em'>started</th>" in html
+    assert ">+50%</td>" in html and ">–</td>" in html and "b&lt;i&gt;" in html and "<i>" not in html
+    assert "min-width:6em'>started</th>" in html
+    assert "container-type:inline-size" in html and "cqw" in html, "on paper, a wide table is smaller"
+    assert "predicted step seconds" in html
+    assert "step error" not in runs[1]._repr_html_(), "columns without a value need space"
     assert ss.runs(two_runs / "a")._repr_html_() == "<p>No runs here.</p>"
+    missing = two_runs / "typo"
+    assert ss.runs(missing)._repr_html_() == f"<p>No runs here: {missing} does not exist.</p>"
     assert [record["status"] for record in runs[0].history] == ["starting", "finished"]
 
 

@@ -129,6 +129,7 @@ def test_a_built_in_task_raises_and_a_function_warns(monkeypatch: pytest.MonkeyP
     with pytest.warns(RuntimeWarning) as said:
         ss.launch(make_plan(), train, folder=tmp_path, name="third")
     assert str(said[0].message).count(" on GPU 0: run.stop()") == 2
+    assert said[0].filename == __file__
     for each in (run, second):
         append_line(each.folder / "status.jsonl", {"time": 1.0, "status": "stopped", "reason": "x"})
     with warnings.catch_warnings():

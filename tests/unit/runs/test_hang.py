@@ -145,6 +145,39 @@ def test_fault_23_lost_metrics_on_a_full_disk_are_no_hang(
     assert watch.check({0: make_steps(10, 1)}, 1.0) == "steps are logged again"
 
 
+def touch_metrics(folder: RunFolder, watch: HangDetector, seconds: int) -> list[str]:
+    """Return the reports while rank 0 loses a record a second, whose time it sets."""
+    results = []
+    for second in range(seconds):
+        os.utime(folder.events(0), ns=(second, second))
+        results.append(watch.check({}, 1.0))
+    return [words for words in results if words]
+
+
+def test_fault_23_a_hang_on_a_full_disk_is_found(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full disk explained the silence of a rank for ever."""
+    watch = HangDetector(folder, 1, least_seconds=2)
+    folder.events(0).touch()
+    watch.check({0: make_steps(0, 10)}, 1.0)
+    monkeypatch.setattr(RunFolder, "is_on_full_disk", True)
+    (words,) = touch_metrics(folder, watch, 100)
+    assert "is full" in words and "the ranks train on" in words and not watch.hangs
+    (words,) = wait(watch, 2 * BUSY_FACTOR + 5)
+    assert words.startswith("no step for ") and watch.hangs
+    assert words.endswith("rank 0: its stack could not be written, because the disk is full")
+    (words,) = touch_metrics(folder, watch, 5)
+    assert "the ranks train on" in words and not watch.hangs
+    assert watch.check({0: make_steps(10, 1)}, 1.0) == "steps are logged again"
+
+
+def test_fault_23_metrics_lost_to_a_quota_are_no_hang(folder: RunFolder) -> None:
+    watch = HangDetector(folder, 1, least_seconds=2)
+    folder.events(0).touch()
+    watch.check({0: make_steps(0, 10)}, 1.0)
+    (words,) = touch_metrics(folder, watch, 100)
+    assert "metrics cannot be written to " in words and "The ranks train on" in words and not watch.hangs
+
+
 def test_the_final_status_does_not_wait_for_the_last_writes(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

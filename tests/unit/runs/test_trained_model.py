@@ -140,6 +140,8 @@ def test_the_output_is_checked_before_anything_is_written(
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"merge run_or_folder is .*knows the base of its adapters"):
         ss.merge(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"its adapters: there is no such folder\. Nearest"):
+        ss.merge(tmp_path / "typo")
 
 
 @pytest.mark.parametrize(

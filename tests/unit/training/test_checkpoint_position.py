@@ -24,9 +24,8 @@ def make_plan(layout: Layout) -> Plan:
 def make_engine(plan: Plan, **fields: Any) -> Any:
     framework = plan.layout.framework
     values = {"num_steps_done": 2, "seed": 5, "frozen_base": None, **fields}
-    return SimpleNamespace(
-        framework=framework, plan=plan, validation_state=None, stream_positions=None, **values
-    )
+    others = {"validation_state": None, "stream_positions": None, "data_source": None}
+    return SimpleNamespace(framework=framework, plan=plan, **{**others, **values})
 
 
 LAYOUTS = {

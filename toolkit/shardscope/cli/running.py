@@ -18,7 +18,7 @@ from shardscope.cli.plan_options import (
     read_plan,
 )
 from shardscope.cli.planning import Commands, add_command
-from shardscope.core.errors import refuse
+from shardscope.core.errors import find_similar, refuse
 from shardscope.records.folder import FINAL
 
 if TYPE_CHECKING:
@@ -196,12 +196,13 @@ def _parse_sbatch_options(words: Sequence[str]) -> dict[str, str | int | bool]:
 def list_runs(options: argparse.Namespace) -> int:
     """Print the runs of a folder."""
     import shardscope as ss
+    from shardscope.runs.summaries import describe_missing_folder
 
     records = ss.runs(options.folder).to_frame().to_dict("records")
     if options.json:
         print_json(records)
     elif not records:
-        print(f"No runs in {options.folder}.")
+        print_text(f"No runs in {options.folder}{describe_missing_folder(Path(options.folder))}.")
     else:
         columns = ("run", "status", "ranks", "steps", "loss", "step_seconds", "plan")
         head = (*columns[:-2], "step s", "plan")
@@ -280,8 +281,14 @@ def _find_path(source: str) -> Path:
 def _find_run(source: str) -> Run:
     """Attach to a run. Raises ``ValueError`` if there is none."""
     import shardscope as ss
+    from shardscope.runs.summaries import find_run_folders
 
-    return ss.Run.attach(_find_path(source))
+    path = _find_path(source)
+    if not path.exists():
+        similar = find_similar(source, [folder.name for folder in find_run_folders(Path(RUNS))])
+        allowed = f"the folder of a run, or its name in ./{RUNS}: it does not exist"
+        refuse("run", source, allowed, similar or "`shardscope runs`, which lists them")
+    return ss.Run.attach(path)
 
 
 def _follow(run: Run, as_json: bool) -> int:
@@ -327,7 +334,8 @@ def _print_run(run: Run, as_json: bool) -> None:
             "loss": last and last["loss"],
         }
         ending = {"status": run.status, "reason": run.reason, "error": run.error}
-        where = {"folder": run.folder, "target": run.target, "nodes": [node.name for node in run.nodes]}
+        nodes = [node.name for node in run.nodes]
+        where = {"folder": run.folder, "model": run.model, "target": run.target, "nodes": nodes}
         print_json(
             {
                 "run": run.name,
@@ -350,6 +358,7 @@ def _print_run(run: Run, as_json: bool) -> None:
             "nodes": ", ".join(node.name for node in run.nodes),
             "ranks": run.world_size,
             "folder": run.folder,
+            "model": run.model,
         }
     )
 

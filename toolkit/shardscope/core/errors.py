@@ -1,6 +1,6 @@
-"""Validation errors: the field, its value, what is allowed, and the nearest fix.
+"""Validation errors: the field, its value, what is allowed, and the nearest fix. And warnings.
 
-All are ``ValueError``; the Studio shows the same text at the input.
+All errors are ``ValueError``; the Studio shows the same text at the input.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, TypeVar
@@ -284,3 +286,18 @@ def _format_value(value: object) -> str:
     except Exception:
         text = f"an unprintable {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def warn_user(message: str) -> None:
+    """Issue a ``RuntimeWarning`` at the line outside of this project from which it was called.
+
+    For warnings that several public functions reach by different numbers of calls.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_own(str(frame.f_globals.get("__name__"))):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] in ("shardscope", "shardscope_widgets")

@@ -46,8 +46,7 @@ def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], cap
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{RIGHT if isinstance(value, int | float) else style}>"
-            f"{_render_text(format_value(value))}</td>"
+            f"<td{RIGHT if isinstance(value, int | float) else style}>{render_text(format_value(value))}</td>"
             for value, style in zip(row, aligned, strict=True)
         )
         + "</tr>"
@@ -118,8 +117,8 @@ def format_value(value: object) -> str:
     return str(value)
 
 
-def _render_text(text: str) -> str:
-    """Escape a cell's text; a long name may break after an underscore or colons."""
+def render_text(text: str) -> str:
+    """Escape a cell's text. A long name may break after an underscore or colons."""
     escaped = escape(text)
     return re.sub(r"(_|::)(?=\w)", r"\1<wbr/>", escaped) if len(text) > LONG_NAME else escaped
 

@@ -90,7 +90,7 @@ def check_can_record(run: Run) -> None:
             "run.profile",
             f"a request to a run that is {status}",
             "a run that is queued, starting or running",
-            "ss.launch(run.plan, task) again, and run.profile() while it trains",
+            "ss.launch(run.plan, task) again, and run.profile() right after it, or while it trains",
         )
     if not run.trains_the_plan and not marks_steps(RunFolder(run.folder), run.world_size):
         refuse(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import refuse
+from shardscope.core.errors import refuse, warn_user
 from shardscope.core.number_format import format_count
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import read_json
@@ -85,7 +84,7 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
     except _CannotResumeError as error:
         refuse("resume_run run", run.name, f"a run that can be resumed; {error.reason}", error.fix)
     if notice:
-        warnings.warn(f"{run.name}: {notice}", RuntimeWarning, stacklevel=2)
+        warn_user(f"{run.name}: {notice}")
     name = description.get("asked_name")
     if outlive_kernel is None:
         outlive_kernel = description.get("outlive_kernel") is True

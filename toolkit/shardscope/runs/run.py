@@ -533,8 +533,11 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs:
     ``folder`` cannot be read.
     """
     from shardscope.runs.explain.compare import Runs
-    from shardscope.runs.summaries import list_runs
+    from shardscope.runs.summaries import describe_missing_folder, list_runs
 
-    summaries = list_runs(Path("runs") if folder is None else checked_path("runs folder", folder))
+    parent = Path("runs") if folder is None else checked_path("runs folder", folder)
+    summaries = list_runs(parent)
     damaged = [summary for summary in summaries if summary.run is None]
-    return Runs([summary.run for summary in summaries if summary.run is not None], damaged)
+    listed = Runs([summary.run for summary in summaries if summary.run is not None], damaged)
+    listed.missing = describe_missing_folder(parent)
+    return listed

@@ -170,6 +170,13 @@ def find_run_folders(parent: Path) -> Iterator[Path]:
             yield path
 
 
+def describe_missing_folder(parent: Path) -> str:
+    """Return why ``parent`` has no runs, to append to a sentence; empty if it is a folder."""
+    if parent.is_dir():
+        return ""
+    return f": {parent.absolute()} {'is no folder' if parent.exists() else 'does not exist'}"
+
+
 def is_run(path: Path) -> bool:
     """Return whether ``path`` contains one of the two files of every run, readable or not."""
     # lexists, because a dangling link makes a damaged run, which is listed, not a missing one.

@@ -130,6 +130,8 @@ class Engine(ABC):
     """State of early stopping, saved with each checkpoint so that a resumed run continues it."""
     stream_positions: Sequence[object] | None = None
     """Position of each data rank in streamed data, saved with each checkpoint."""
+    data_source: Mapping[str, object] | None = None
+    """Name and SHA-256 of the data, saved with each checkpoint; only rank 0 knows them."""
     max_grad_norm: float | None = 1.0
     """Maximum norm of the whole model's gradient, to which every step clips; None: no clipping. Set it before
     ``setup``: some frameworks are configured there."""

@@ -403,6 +403,16 @@ def test_a_malformed_row_is_refused_by_number_or_skipped(row: dict[str, Any], re
     assert shown.counts.num_bad_rows == 1 and reason in str(shown)
 
 
+def test_an_error_of_data_says_what_is_wrong_with_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="prompt is int, neither text nor a list of messages"):
+        preview_rows([{"prompt": 7, "completion": "Ahab"}])
+    with pytest.raises(ValueError, match="data is 'an empty list'; allowed"):
+        resolve_source("Finetune.data", [])
+    (tmp_path / "a.parquet").write_text("PAR1 and no more")
+    with pytest.raises(ValueError, match=r"a readable \.parquet file: .*[^.]\. Nearest fix"):
+        open_rows("Finetune.data", tmp_path / "a.parquet")
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [

@@ -283,7 +283,7 @@ def _describe_trained(plan: Plan) -> str:
     recipe = plan.recipe
     if not recipe.has_adapters:
         return "all weights"
-    kind = {"nf4": "in NF4", "int8": "in int8", None: "that is not quantised"}[recipe.base_quantization]
+    kind = {"nf4": "in NF4", "int8": "in int8", None: "that is not quantized"}[recipe.base_quantization]
     double = " with double quantisation" if recipe.method == "qlora" else ""
     targets = ", ".join(sorted(find_adapter_targets(plan.architecture, recipe)))
     is_usual = recipe.adapter_alpha == 2 * recipe.adapter_rank and not recipe.use_rslora

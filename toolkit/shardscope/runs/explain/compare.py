@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
-from shardscope.core.html_table import SCROLL_BOX
+from shardscope.core.html_table import LONG_NAME, TABLE, WIDE_BOX, render_text
 from shardscope.records.clock_offsets import sum_seconds
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.folder_checks import shorten_message
@@ -51,6 +51,8 @@ class Runs(list["Run"]):
         super().__init__(runs)
         self.damaged = tuple(damaged)
         """Summaries of unreadable run folders, with ``name`` and ``damage``; also rows of the table."""
+        self.missing = ""
+        """Why the folder of these runs cannot hold any, as the end of a sentence; empty if it can."""
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per run.
@@ -106,7 +108,7 @@ class Runs(list["Run"]):
 
     def _repr_html_(self) -> str:
         if not self and not self.damaged:
-            return "<p>No runs here.</p>"
+            return f"<p>No runs here{escape(self.missing)}.</p>"
         shown, damaged = self[-MAX_SHOWN:], self.damaged[-MAX_SHOWN:]
         # Unnamed runs are named after their start time: without the start column there is room for errors.
         has_start_names = all(_NAMED_BY_START.match(run.name) for run in shown)
@@ -318,29 +320,40 @@ def _to_gib(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 2**30
 
 
-def _render_table(lines: Iterable[dict[str, object]], columns: Sequence[str]) -> str:
+def _render_table(lines: Sequence[dict[str, object]], columns: Sequence[str]) -> str:
     """Render rows as an HTML table. pandas would need jinja2 to format columns with missing values."""
-    head = "".join(f"<th{_STYLES.get(name, '')}>{escape(_format_heading(name))}</th>" for name in columns)
+    cells = {name: [_format_value(name, line.get(name)) for line in lines] for name in columns}
+    # On paper nothing scrolls: columns without a value are left out, and the text is as small as needed.
+    cells = {name: texts for name, texts in cells.items() if name == "run" or any(map(_is_known, texts))}
+    head = "".join(f"<th style='{_get_style(name)}'>{escape(_format_heading(name))}</th>" for name in cells)
     rows = "".join(
-        f"<tr>{''.join(_render_cell(name, line.get(name)) for name in columns)}</tr>" for line in lines
+        "<tr>"
+        + "".join(
+            f"<td style='{_get_style(name, text)}'>{render_text(text)}</td>"
+            for name, text in zip(cells, texts, strict=True)
+        )
+        + "</tr>"
+        for texts in zip(*cells.values(), strict=True)
     )
-    # Notebooks use a fixed table layout, whose equal column widths would break names into four lines.
-    return (
-        f"{SCROLL_BOX}<table style='table-layout:auto'>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+    size = 100 / (COLUMN_EM * len(cells))
+    table = TABLE.replace("collapse'", f"collapse;font-size:clamp(6px,{size:.2f}cqw,13px)'")
+    return f"{WIDE_BOX}{table}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
 
 
+COLUMN_EM = 6.0
+"""Mean width of a column in units of the font size, with which the table fits its box, also on paper."""
 _STYLES = {
-    "run": " style='text-align:left;white-space:nowrap'",
-    "started": " style='min-width:6.5em'",
-    "plan": " style='text-align:left;min-width:10em'",
+    "run": "text-align:left;min-width:11em",
+    "started": "min-width:6em",
+    "plan": "text-align:left;min-width:8em",
 }
-"""Cell styles by column: names and dates stay on one line."""
+"""Styles of columns in addition to the padding; dates stay on two lines."""
 
 
-def _render_cell(name: str, value: object) -> str:
-    return f"<td{_STYLES.get(name, '')}>{escape(_format_value(name, value))}</td>"
+def _get_style(name: str, text: str = "") -> str:
+    """Return the style of a cell. A name stays on one line unless it is long."""
+    one_line = "white-space:nowrap" if name == "run" and len(text) <= LONG_NAME else ""
+    return ";".join(filter(None, ("padding:2px .3em", _STYLES.get(name), one_line)))
 
 
 def _render_columns(lines: Sequence[dict[str, object]]) -> str:
@@ -360,7 +373,11 @@ def _render_columns(lines: Sequence[dict[str, object]]) -> str:
 def _list_known_cells(lines: Sequence[dict[str, object]]) -> dict[str, list[str]]:
     """Return each column's texts, without the columns that no run has, such as the target on this machine."""
     cells = {name: [_format_value(name, line.get(name)) for line in lines] for name in COLUMNS}
-    return {name: values for name, values in cells.items() if any(value not in ("", "–") for value in values)}
+    return {name: values for name, values in cells.items() if any(map(_is_known, values))}
+
+
+def _is_known(text: str) -> bool:
+    return text not in ("", "–")
 
 
 def _format_heading(name: str) -> str:

@@ -264,6 +264,10 @@ class Context:
         except OSError as error:
             # A full disk costs a metric, not the training run.
             self._line_is_broken = True
+            if self._events is not None:
+                # The time of the file needs no space: it tells the supervisor that this rank goes on.
+                with contextlib.suppress(OSError):
+                    os.utime(self._events)
             if not self._num_lost:
                 _print_notice(f"metrics of step {event['step']} were not written: {error}")
             self._num_lost += 1

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import check_flag, check_integer
+from shardscope.core.errors import check_flag, check_integer, warn_user
 from shardscope.records.folder import checked_path, explain_write_error
 from shardscope.runs.backends.backend import LaunchError
 from shardscope.runs.backends.ray.backend import RayBackend
@@ -74,7 +73,6 @@ def launch(
         force=force,
         on=on,
         retries=retries,
-        stacklevel=3,
     )
 
 
@@ -89,12 +87,8 @@ def start_run(
     on: Slurm | Ray | None = None,
     retries: int = 0,
     gpu_positions: Sequence[int] | None = None,
-    stacklevel: int = 2,
 ) -> Run:
-    """Do what :func:`launch` does, on the GPUs at ``gpu_positions`` in CUDA's order; None: the first ones.
-
-    ``stacklevel`` is that of a warning.
-    """
+    """Do what :func:`launch` does, on the GPUs at ``gpu_positions`` in CUDA's order; None: the first ones."""
     # 1. Check the arguments, so that a wrong call fails before anything is created.
     target = check_target(on)
     outlives = target is not None
@@ -113,7 +107,7 @@ def start_run(
     try:
         warning = backend.check(plan, task, parent)
         if warning:
-            warnings.warn(warning, RuntimeWarning, stacklevel=stacklevel)
+            warn_user(warning)
         description = describe_run(plan, task, outlive_kernel=outlives, retries=retries)
         description |= backend.describe(plan, description["created"]) | {"asked_name": name}
     except BaseException:

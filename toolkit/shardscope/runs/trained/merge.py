@@ -7,12 +7,11 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import refuse
+from shardscope.core.errors import refuse, warn_user
 from shardscope.machine.python_process import build_module_command
 from shardscope.records.folder import EXPORT, MERGED, checked_path
 from shardscope.runs.run import Run
@@ -73,7 +72,7 @@ def merge_with_progress(
         try:
             write_model_card(run, merged, is_merged=True)
         except ValueError as error:  # The weights are merged all the same.
-            warnings.warn(f"The merged model has no model card: {error}", RuntimeWarning, stacklevel=3)
+            warn_user(f"The merged model has no model card: {error}")
         if target.is_symlink():
             target.unlink()
         elif target.exists():
@@ -91,6 +90,8 @@ def _find_run(run_or_folder: object) -> Run:
         folder = folder.parent
     if not (folder / "run.json").is_file():
         allowed = "a run, its folder, or the exported folder in it, which knows the base of its adapters"
+        if not folder.exists():
+            allowed += ": there is no such folder"
         refuse("merge run_or_folder", str(folder), allowed, "run.folder")
     return Run.attach(folder)
 

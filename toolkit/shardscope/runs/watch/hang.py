@@ -2,7 +2,8 @@
 
 ``standstill.py`` covers tasks that log no steps. Start-up and the first steps, which compile and allocate,
 are not judged: there is no median yet. Before a hang is reported, the Python stacks of all ranks are
-requested; a rank that saves a checkpoint, compiles or writes a trace gets more time.
+requested; a rank that saves a checkpoint, compiles or writes a trace gets more time. So does every rank on a
+full disk, where stacks may be lost.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json
@@ -40,6 +42,10 @@ class Progress:
     """Time at which the rank logged that step, epoch seconds."""
     still_seconds: float = 0.0
     """Seconds since the supervisor read the rank's last record."""
+    silent_seconds: float = 0.0
+    """Seconds since the rank last tried to write a record; fewer than ``still_seconds`` if it loses them."""
+    touched_ns: int | None = None
+    """Modification time of the rank's metrics, which it also sets when it loses a record."""
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     """Seconds between the latest steps."""
 
@@ -54,14 +60,24 @@ class Progress:
             if self.time is not None and time >= self.time:
                 self.step_seconds.append(time - self.time)
             self.step, self.time = step, float(time)
-        if records:
-            self.still_seconds = 0.0
         return bool(records)
+
+    def add_seconds(self, seconds: float, touched_ns: int | None, *, has_records: bool) -> None:
+        """Add the time since the last check; ``touched_ns`` is the present modification time."""
+        is_silent = not has_records and touched_ns == self.touched_ns
+        self.still_seconds = 0.0 if has_records else self.still_seconds + seconds
+        self.silent_seconds = self.silent_seconds + seconds if is_silent else 0.0
+        self.touched_ns = touched_ns
 
     @property
     def median_seconds(self) -> float | None:
         """Median seconds per step; None while fewer than ``MIN_STEPS`` are known."""
         return statistics.median(self.step_seconds) if len(self.step_seconds) >= MIN_STEPS else None
+
+    @property
+    def loses_records(self) -> bool:
+        """Return whether the rank has gone on, for most of the time without a record."""
+        return self.silent_seconds < self.still_seconds / 2
 
 
 class HangDetector:
@@ -75,7 +91,8 @@ class HangDetector:
         """Whether a hang was reported and no step was logged since."""
         self.report: HangReport | None = None
         """Where the ranks stand since they were examined; None once a step is logged."""
-        self._has_reported_full_disk = False
+        self._has_reported_losses = False
+        """Whether lost records were reported since the last step or hang."""
         self._seconds_since_request: float | None = None
         self._next_request_after = 0.0
         self._stacks = StackRequests(folder, world_size)
@@ -88,15 +105,23 @@ class HangDetector:
         # Find the ranks that are past their limit and have not exited.
         moved = {rank for rank, records in new.items() if self.ranks[rank].add_records(records)}
         for rank, progress in self.ranks.items():
-            if rank not in moved:
-                progress.still_seconds += min(seconds, MAX_GAP_SECONDS)
+            touched_ns = _read_modified_ns(self.folder.events(rank))
+            progress.add_seconds(min(seconds, MAX_GAP_SECONDS), touched_ns, has_records=rank in moved)
         still = {rank: self.ranks[rank] for rank in self.ranks if self._is_still(rank)}
         if not still:
             return self._recover()
-        # On a full disk lines of metrics are lost, and stacks would be too: the ranks may well train on.
-        if not self.hangs and self.folder.is_on_full_disk:
-            return self._report_full_disk()
-        waited = max(progress.still_seconds for progress in still.values())
+        # Without space or quota, metrics are lost, and the ranks may well train on. Stacks may be lost as
+        # well, and with them the reason for a delay: on a full disk each rank gets the time of a busy one.
+        is_full = self.folder.is_on_full_disk
+        factor = BUSY_FACTOR if is_full and not self.hangs else 1.0
+        silent = {
+            rank: progress
+            for rank, progress in still.items()
+            if progress.silent_seconds > factor * self._compute_limit(progress)
+        }
+        if not silent:
+            return self._report_losses(still, is_full=is_full)
+        waited = max(progress.silent_seconds for progress in silent.values())
         if self.hangs or waited < self._next_request_after:
             return None
         # Request the stacks, and judge them a second later, once the ranks have written them.
@@ -108,7 +133,7 @@ class HangDetector:
         if self._seconds_since_request < REPLY_SECONDS:
             return None
         self._seconds_since_request = None
-        return self._judge(still, waited)
+        return self._judge(silent, waited)
 
     @property
     def has_steps(self) -> bool:
@@ -117,36 +142,49 @@ class HangDetector:
 
     def _is_still(self, rank: int) -> bool:
         progress = self.ranks[rank]
-        median = progress.median_seconds
-        if median is None or progress.still_seconds <= max(self.least_seconds, MAX_MEDIANS * median):
+        if progress.median_seconds is None or progress.still_seconds <= self._compute_limit(progress):
             return False
         # A rank whose task has returned or failed logs no more steps.
         return "exit" not in (read_json(self.folder.rank(rank)) or {})
 
-    def _report_full_disk(self) -> str | None:
+    def _compute_limit(self, progress: Progress) -> float:
+        return max(self.least_seconds, MAX_MEDIANS * (progress.median_seconds or 0.0))
+
+    def _report_losses(self, still: Mapping[int, Progress], *, is_full: bool) -> str | None:
+        """Return a message, once, if metrics of the ranks ``still`` are lost, or may be on a full disk."""
         self._seconds_since_request = None
-        if self._has_reported_full_disk:
+        train_on = all(progress.loses_records for progress in still.values())
+        if not is_full and not train_on:
             return None
-        self._has_reported_full_disk = True
+        if self.hangs:
+            self.hangs, self.report = False, None
+        elif self._has_reported_losses:
+            return None
+        self._has_reported_losses = True
+        if not is_full:
+            return (
+                f"no step is recorded, because metrics cannot be written to {self.folder.path}. The ranks "
+                "train on. Nearest fix: look for the error in their logs, such as a quota that is used up"
+            )
+        going_on = "the ranks train on" if train_on else "whether the ranks train on is not known"
         return (
             f"no step is recorded, because the disk of {self.folder.path} is full. Metrics and output are "
-            "lost, and whether the ranks train on is not known. Nearest fix: free some space on that disk"
+            f"lost, and {going_on}. Nearest fix: free some space on that disk"
         )
 
     def _recover(self) -> str | None:
         self._next_request_after, self._seconds_since_request = 0.0, None
         self.report = None
-        if not self.hangs and not self._has_reported_full_disk:
+        if not self.hangs and not self._has_reported_losses:
             return None
-        self.hangs = self._has_reported_full_disk = False
+        self.hangs = self._has_reported_losses = False
         return "steps are logged again"
 
     def _judge(self, still: Mapping[int, Progress], waited: float) -> str | None:
         # One busy rank explains the others: they wait for it in a collective.
         replies = self._stacks.read_replies()
         busy = {rank: reason for rank, reply in replies.items() if (reason := find_delay_reason(reply))}
-        slowest_median = max(progress.median_seconds or 0.0 for progress in still.values())
-        limit = max(self.least_seconds, MAX_MEDIANS * slowest_median)
+        limit = max(map(self._compute_limit, still.values()))
         self.report = build_report(
             "steps",
             replies,
@@ -160,10 +198,17 @@ class HangDetector:
         if busy and waited < BUSY_FACTOR * limit:
             self._next_request_after = min(2 * waited, BUSY_FACTOR * limit)
             return None
-        self.hangs = True
+        self.hangs, self._has_reported_losses = True, False
         self._stacks.write_into_logs(f"no step for {waited:.0f} s", replies)
         self.report = self.report._replace(hangs=True)
         return describe_hang(self.report)
+
+
+def _read_modified_ns(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def read_hang_seconds() -> float:

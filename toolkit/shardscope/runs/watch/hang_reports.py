@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from shardscope.core.number_format import format_count
 from shardscope.records.json_values import is_int, is_number
-from shardscope.runs.watch.stack_requests import MAX_NAMED_RANKS
+from shardscope.runs.watch.stack_requests import MAX_NAMED_RANKS, NO_STACKS
 from shardscope.runs.watch.stacks import describe_position, waits_in_collective
 
 Kind = Literal["steps", "activity"]
@@ -120,6 +120,8 @@ def describe_hang(report: HangReport, name_node: Callable[[int], str] | None = N
         text += f"; {', '.join(f'rank {rank} is {reason}' for rank, reason in named)}"
     named_first = sorted(report.positions, key=lambda rank: rank not in first)[:MAX_NAMED_RANKS]
     text += "".join(f"; rank {rank}: {report.positions[rank]}" for rank in named_first)
+    if all(f"{position}\n" in NO_STACKS for position in report.positions.values()):
+        return text
     return f"{text}. The Python stack of each rank is in its log"
 
 

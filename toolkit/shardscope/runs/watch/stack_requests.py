@@ -15,6 +15,9 @@ from shardscope.runs.watch.stacks import MAX_BYTES, STACK_SIGNAL, read_process_s
 REPLY_SECONDS = 1.0
 """Time that ranks get to write their stacks."""
 NO_REPLY = "it did not answer\n"
+NO_SPACE = "its stack could not be written, because the disk is full\n"
+NO_STACKS = (NO_REPLY, NO_SPACE)
+"""Replies of a rank whose stack is not known."""
 MAX_NAMED_RANKS = 4
 
 
@@ -67,4 +70,4 @@ class StackRequests:
         pid = (read_json(self.folder.rank(rank)) or {}).get("pid")
         if isinstance(pid, int) and read_process_state(pid) in ("T", "t"):
             return f"process {pid} is stopped by SIGSTOP or a debugger, without a stack: kill -CONT {pid}\n"
-        return NO_REPLY
+        return NO_SPACE if self.folder.is_on_full_disk else NO_REPLY

@@ -22,7 +22,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import size_of
 from shardscope.runs.watch.hang import BUSY_FACTOR, MAX_GAP_SECONDS, read_hang_seconds
 from shardscope.runs.watch.hang_reports import HangReport, build_report, describe_hang
-from shardscope.runs.watch.stack_requests import NO_REPLY, REPLY_SECONDS, StackRequests
+from shardscope.runs.watch.stack_requests import NO_STACKS, REPLY_SECONDS, StackRequests
 from shardscope.runs.watch.stacks import find_delay_reason, parse_main_thread
 
 QUIET_FACTOR = 10.0
@@ -122,7 +122,7 @@ class StandstillDetector:
         if earlier is None:
             return None
         if any(
-            reply == NO_REPLY or _get_position(earlier.get(rank, "")) != _get_position(reply)
+            reply in NO_STACKS or _get_position(earlier.get(rank, "")) != _get_position(reply)
             for rank, reply in replies.items()
         ):
             return self._reset()

@@ -33,6 +33,8 @@ class Position(TypedDict):
     """State of early stopping, see ``Engine.validation_state``."""
     stream: NotRequired[list[object]]
     """Positions in streamed data, see ``Engine.stream_positions``."""
+    data_source: NotRequired[dict[str, object]]
+    """Name and SHA-256 of the data, see ``Engine.data_source``."""
     optimizer: NotRequired[str]
     """Class of the optimizer (DDP and FSDP2)."""
     scaler: NotRequired[dict[str, object] | None]
@@ -55,6 +57,8 @@ def describe_position(engine: Engine) -> dict[str, object]:
         position["validation"] = dict(engine.validation_state)
     if engine.stream_positions is not None:
         position["stream"] = list(engine.stream_positions)
+    if engine.data_source is not None:
+        position["data_source"] = dict(engine.data_source)
     return position
 
 

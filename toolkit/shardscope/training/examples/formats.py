@@ -315,13 +315,13 @@ def _read_turn(row: Row, column: str, role: str) -> tuple[Message, ...]:
     """Return the messages of a column that holds text, or messages as in trl's conversational formats."""
     if isinstance(row[column], str) or row[column] is None:
         return ({"role": role, "content": _read_text(row, column)},)
-    return _read_list(row[column], column)
+    return _read_list(row[column], column, "neither text nor a list of messages")
 
 
-def _read_list(value: object, column: str) -> tuple[Message, ...]:
+def _read_list(value: object, column: str, problem: str = "not a list of messages") -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         kind = "text" if isinstance(value, str) else type(value).__name__
-        raise ValueError(f"{column} is {kind}, not a list of messages")
+        raise ValueError(f"{column} is {kind}, {problem}")
     if not value:
         raise ValueError(f"{column} is empty")
     return tuple(_read_message(message, f"{column}[{index}]") for index, message in enumerate(value))

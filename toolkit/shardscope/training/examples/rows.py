@@ -107,7 +107,7 @@ def resolve_source(field: str, source: object) -> object:
         is_dict = type(source).__name__ == "DatasetDict"
         refuse(
             field,
-            type(source).__name__,
+            "an empty list" if source == [] else type(source).__name__,
             ALLOWED,
             'one of its splits, such as data["train"]' if is_dict else "a path",
         )
@@ -142,7 +142,7 @@ def open_rows(field: str, source: object, *, skips_unreadable: bool = False) -> 
     else:
         rows = cast(Rows, source)
     if not len(rows):
-        refuse(field, describe_source(source), "data with at least one row", "a file that has rows")
+        refuse(field, describe_source(source), "data with at least one row", "data that have rows")
     return rows
 
 
@@ -273,7 +273,7 @@ def _read_files(field: str, files: list[Path], skips_unreadable: bool) -> Rows:
             check_json_lines(field, files)
         cause = error.__cause__ or error
         text = str(cause).strip().splitlines()
-        reason = text[0] if text else type(cause).__name__
+        reason = text[0].rstrip(".") if text else type(cause).__name__
         refuse(field, str(files[0]), f"a readable {files[0].suffix} file: {reason}", "a repaired file")
 
 
@@ -377,7 +377,10 @@ def load_hub(field: str, name: str, *, streaming: bool) -> object:
         problem = problem or HubProblem(
             text[0].rstrip(".") if text else type(error).__name__, "another data set"
         )
-        allowed = f"a data set of the Hub that this machine can read: {problem.reason}"
+        allowed = (
+            "a file or folder, or a data set of the Hub that this machine can read: there is no such file, "
+            f"and {problem.reason}"
+        )
         refuse(field, name, allowed, f"{problem.fix}, or a file on this machine")
     return rows
 

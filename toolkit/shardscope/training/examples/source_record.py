@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, write_json
+from shardscope.training.checkpoints.folders import POSITION_FILE
 from shardscope.training.examples.rows import ARROW_STATE, describe_source, find_files
 from shardscope.training.examples.token_table import IDS, LOSS, RowCounts
 
@@ -45,13 +46,21 @@ def describe_examples(source: object, folder: Path) -> dict[str, object]:
     return {"name": describe_source(source), "sha256": digest.hexdigest(), "hashed": "tokens", **counts}
 
 
+def select_identity(source: Mapping[str, object]) -> dict[str, object]:
+    """Return what identifies the data ``source``, for their checkpoints: name and SHA-256, without counts."""
+    return {name: source[name] for name in ("name", "sha256", "hashed") if name in source}
+
+
 def describe_changed_data(checkpoint: Path, source: Mapping[str, object]) -> str:
     """Return how the data ``source`` differ from those of the run that saved ``checkpoint``.
 
     A sentence, empty if they are the same or if it is not known.
     """
-    saving_run = RunFolder(checkpoint.parent.parent)
-    before = (read_json(saving_run.engine_report(0)) or {}).get("data_source")
+    before = (read_json(checkpoint / POSITION_FILE) or {}).get("data_source")
+    if before is None:
+        # Older versions recorded it with the run alone.
+        saving_run = RunFolder(checkpoint.parent.parent)
+        before = (read_json(saving_run.engine_report(0)) or {}).get("data_source")
     if not isinstance(before, dict) or not all("sha256" in record for record in (before, source)):
         return ""
     if before.get("hashed") != source.get("hashed") or before["sha256"] == source["sha256"]:

@@ -141,6 +141,6 @@ def _refuse_unreadable(field: str, source: object, error: Exception, num_read: i
             check_json_lines(field, [path])
     cause = error.__cause__ or error
     text = str(cause).strip().splitlines()
-    reason = text[0] if text else type(cause).__name__
+    reason = text[0].rstrip(".") if text else type(cause).__name__
     allowed = f"readable data: after {num_read:,} rows, {reason}"
     refuse(field, describe_source(source), allowed, "a repaired file")

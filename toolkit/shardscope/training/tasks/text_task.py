@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from shardscope.core.errors import (
     check_integer,
     check_number,
     refuse,
+    warn_user,
 )
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_trained
@@ -43,7 +43,7 @@ from shardscope.training.checkpoints.manifest import find_damage
 from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.data.windows import check_text_length
-from shardscope.training.examples.source_record import describe_changed_data, describe_file
+from shardscope.training.examples.source_record import describe_changed_data, describe_file, select_identity
 from shardscope.training.optimizers.schedule import (
     DEFAULT_SCHEDULE,
     DEFAULT_WARMUP,
@@ -282,6 +282,8 @@ class TextTask(ABC):
             if resumed is not None and (notice := describe_changed_data(resumed, data_source)):
                 print(notice, flush=True)
             ctx.record("data_source", data_source)
+            # With each checkpoint too: a run that is started again in this folder writes its record anew.
+            engine.data_source = select_identity(data_source)
         if validation is not None:
             engine.validation_state = validation.describe_state()
         print(
@@ -438,7 +440,7 @@ class TextTask(ABC):
 
         A text cannot be read or is shorter than a sequence, the checkpoint that ``resume=True`` would choose
         now for a run ``name`` in ``folder`` cannot be loaded, a tracker's package or nsys is missing, or the
-        disk has no room for checkpoints and export.
+        disk has no room for checkpoints and export. Warn of what a resumed run does otherwise than before.
         """
         for field, path in self._list_texts().items():
             check_can_be_read(self._field(field), path)
@@ -454,11 +456,11 @@ class TextTask(ABC):
             choice = choose_by_name(folder, name)
             check_any_usable(choice, self._field("resume"))
             if choice.notice:
-                warnings.warn(f"{self._field('resume')}: {choice.notice}", RuntimeWarning, stacklevel=2)
+                warn_user(f"{self._field('resume')}: {choice.notice}")
             checkpoint = choice.checkpoint
-            if checkpoint is not None:
-                self._check_loads(checkpoint, plan)
         if checkpoint is not None:
+            for notice in self._check_loads(checkpoint, plan):
+                warn_user(f"{self._field('resume')}: {notice}")
             self._warn_of_no_steps(checkpoint)
 
     def _warn_of_no_steps(self, checkpoint: Path) -> None:
@@ -467,12 +469,10 @@ class TextTask(ABC):
         total = self.planned_steps
         if total is None or not is_int(done) or done < total:
             return
-        warnings.warn(
+        warn_user(
             f"{self._field('num_steps')} is {total:,}, the total with the steps before; {checkpoint} has "
             f"{format_count(done, 'step')} already, so nothing will be trained. Nearest fix: "
-            f"num_steps={done + total}, for {total:,} more.",
-            RuntimeWarning,
-            stacklevel=3,
+            f"num_steps={done + total}, for {total:,} more."
         )
 
     def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
