@@ -14,7 +14,12 @@ from shardscope.trace.analysis.breakdown import (
     IdleRow,
     compute_idle,
 )
-from shardscope.trace.analysis.collectives import UNKNOWN_KIND, CollectiveRow, Collectives
+from shardscope.trace.analysis.collectives import (
+    UNKNOWN_KIND,
+    CollectiveRow,
+    Collectives,
+    find_gloo_note,
+)
 from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels, find_kernels
 from shardscope.trace.analysis.suggestions import Topic
 from shardscope.trace.store import Trace
@@ -79,13 +84,14 @@ def _find_exposed_communication(
         if row["skew_seconds"] is not None and row["seconds"]:
             share = 100 * row["skew_seconds"] / row["seconds"]
             text += f"; {share:.0f} % of their time is waiting for the last rank"
+        note = find_gloo_note(trace) if row["kind"] == "all_reduce" else ""
         of_call = row["axis"].split("+")
         topics: list[Topic] = [axis for axis in _AXES if axis in of_call]
         if row["kind"] == "all_gather" and "dp" in of_call:
             topics.append("dp_all_gather")
         yield {
             "seconds": row["exposed_seconds"],
-            "text": f"{text}.",
+            "text": f"{text}. {note}".rstrip(),
             "interval": _locate_call(longest),
             "topics": tuple(topics),
         }
