@@ -301,6 +301,13 @@ def test_fault_46_keys_zoom_pan_and_fit(open_view: Any, view: TraceView) -> None
         page.keyboard.press("s")
         wait_until_settled(page)
         assert read_viewport(page)[1] - read_viewport(page)[0] == pytest.approx(0.8 * whole[1])
+        for _ in range(4):
+            page.keyboard.press("s")
+        wait_until_settled(page)
+        # Zoomed out as far as it goes, no more than the whole trace is visible.
+        assert read_viewport(page)[1] - read_viewport(page)[0] == pytest.approx(1.2 * whole[1])
+        visible, _, total = page.locator(".ss-trace-span").inner_text().partition(" of ")
+        assert visible == total
         page.keyboard.press("0")
         wait_until_settled(page)
         assert read_viewport(page) == pytest.approx(whole)

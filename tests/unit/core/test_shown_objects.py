@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from IPython.core.formatters import DisplayFormatter
 from tests.requirements import sample
 
 import shardscope as ss
-from shardscope.core.html_table import render_html_fields, render_html_table
+from shardscope.core.html_table import format_value, render_html_fields, render_html_table
 from shardscope.planner.checks import Findings
 from shardscope.planner.claims import claims
 from shardscope.planner.repairs.repairs import Repairs
@@ -184,3 +186,14 @@ def test_wide_tables_shrink_in_narrow_boxes_and_break_long_names() -> None:
     assert "reducer::<wbr/>copy_<wbr/>bucket" in html and html.replace("<wbr/>", "").count(name) == 1
     assert "font-size" not in render_html_table(["a", "b"], [["aten::add_relu", 1]])
     assert "white-space:nowrap" not in html[html.index("<th") : html.index("</thead>")]
+
+
+def test_fields_with_arrays_are_shown() -> None:
+    @dataclass
+    class Nested:
+        bounds: Any
+        empty: tuple[int, ...] = ()
+
+    assert format_value(Nested(np.array([1, 2]))) == "bounds [1 2]"
+    assert format_value(Nested(np.array([]))) == "bounds []"
+    assert format_value(Nested(None)) == ""

@@ -133,6 +133,22 @@ def test_fault_38_one_nan_is_read_without_its_number(tmp_path: Path) -> None:
     assert "1 event read leniently" in notes_of(trace)
 
 
+def test_lone_surrogates_become_replacement_characters(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    text = (
+        path.read_text()
+        .replace(f'"{names[5]}"', '"cut \\ud83d"', 1)
+        .replace(f'"{names[6]}"', '"\\ud83d\\ude00"', 1)
+    )
+    path.write_text(text.replace('"args": {', r'"args": {"\ud800": "\udc00", ', 1))
+    trace = Trace.load(path)
+    assert len(trace) == NUM_EVENTS
+    assert {"cut \ufffd", "\U0001f600"} <= set(trace.names)
+    assert "malformed" not in notes_of(trace) and "read leniently" in notes_of(trace)
+
+
 def test_fault_38_a_header_that_is_no_json_keeps_rank_and_clock(tmp_path: Path) -> None:
     path = write_rank(tmp_path, 1)
     text = path.read_text().replace('"distributedInfo"', r'"hostName": "C:\x", "distributedInfo"')

@@ -316,6 +316,15 @@ def test_kernels_of_collectives_without_a_name_are_not_compute(tmp_path: Path) -
     assert "Matmul kernels take most compute" in str(trace.summary())
 
 
+def test_the_costliest_kernel_has_its_class_and_an_ellipsis(tmp_path: Path) -> None:
+    long = f"void split_embedding_backward<{', '.join(['float'] * 20)}>"
+    small = [kernel(400 + 50 * n, 450 + 50 * n, f"volta_sgemm_{n}_nt") for n in range(10)]
+    text = str(load(tmp_path, {0: [step(0, 0, 1000), kernel(0, 400, long), *small]}).summary())
+    assert "take most compute, 500 µs (50 %) of a step; the costliest is volta_sgemm_0_nt, 1 call" in text
+    assert f"The costliest of all kernels is {long[:59]}… (embedding), 400 µs (40 %) of a step." in text
+    assert "volta_sgemm_0_nt: 50.0 µs in 1 call\n" in text
+
+
 def test_data_loading_and_copies_have_sentences(tmp_path: Path) -> None:
     events = [
         step(0, 0, 1000),
@@ -326,7 +335,10 @@ def test_data_loading_and_copies_have_sentences(tmp_path: Path) -> None:
     ]
     text = str(load(tmp_path, {0: events}).summary())
     assert "The GPU idles 600 µs (60 %) of a step because the data loader has no batch yet" in text
-    assert "Exposed copies: 100 µs (10 %) of a step; first Memcpy HtoD (Pinned -> Device) at 10 GB/s" in text
+    assert (
+        "Exposed copies: 100 µs (10 %) of a step; the costliest is Memcpy HtoD (Pinned -> Device) at 10 GB/s"
+        in text
+    )
     assert "None of the time of matmuls, convolutions and attention is on tensor cores" in text
 
 
@@ -417,7 +429,10 @@ def test_parts_of_a_plan_beside_their_measurement(tmp_path: Path) -> None:
     ]
     assert result[-1]["predicted_seconds"] == predicted.seconds
     assert measured["recomputation"] is None
-    assert "Largest difference: matrices takes 500 µs" in result.text
+    assert "Largest difference: matmuls, 500 µs where " in result.text
+    # Rows keep the names of StepReport.parts; what is shown has the names of the charts.
+    for shown in (repr(result), result._repr_html_(), predicted.to_html()):
+        assert "matmuls" in shown and "matrices" not in shown
 
 
 @given(gpu_events())

@@ -15,6 +15,7 @@ from benchmarks import trace_analysis
 from tests.requirements import sample, thorough
 
 from shardscope.trace import Trace
+from shardscope_widgets.trace.analyses import describe_collectives
 
 RUNS = Path(__file__).parents[2] / "fixtures" / "traces_of_runs"
 # An optional folder of data beside the clone, which CI machines do not have.
@@ -225,3 +226,11 @@ def test_the_benchmark_calls_every_analysis(tmp_path: Path) -> None:
     assert found.num_slices == len(Trace.load(RUNS / "fsdp2")) and set(found.analysis_seconds) == set(
         trace_analysis.ANALYSES
     )
+
+
+@pytest.mark.parametrize(("framework", "is_noted"), [("fsdp2", True), ("ddp", False)])
+def test_all_reduces_that_were_reduce_scatters_are_noted(framework: str, is_noted: bool) -> None:
+    trace = Trace.load(RUNS / framework)
+    (text,) = (one.text for one in trace.summary().findings if one.text.startswith("Exposed all-reduce"))
+    page = " ".join(describe_collectives(trace).sentences)
+    assert [("gloo runs them as all-reduces" in shown) for shown in (text, page)] == [is_noted] * 2

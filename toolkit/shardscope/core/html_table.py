@@ -113,8 +113,14 @@ def format_value(value: object) -> str:
         if isinstance(getattr(value, "name", None), str):
             return str(value.name)  # type: ignore[attr-defined]
         parts = ((f.name.replace("_", " "), getattr(value, f.name)) for f in dataclasses.fields(value))
-        return ", ".join(f"{name} {format_value(part)}" for name, part in parts if part not in (None, ()))
+        # `in` would compare with an array element by element.
+        named = ((name, part) for name, part in parts if part is not None and not _is_empty(part))
+        return ", ".join(f"{name} {format_value(part)}" for name, part in named)
     return str(value)
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, tuple) and not value
 
 
 def render_text(text: str) -> str:

@@ -33,6 +33,8 @@ Part = Literal[
     "offload",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
+_PART_LABELS = {"matrices": "matmuls", "gathers": "all-gathers", "gradients": "gradient reduction"}
+"""Parts whose name in ``StepReport.parts`` says less than the operation's usual name."""
 DAY_SECONDS = 86_400
 HOUR_SECONDS = 3_600
 
@@ -262,7 +264,7 @@ class StepReport:
         """Return the parts as a plain HTML table, without scripts."""
         scale = self.scale
         rows = "".join(
-            f"<tr><th scope='row' style='text-align:left'>{name.replace('_', ' ')}</th>"
+            f"<tr><th scope='row' style='text-align:left'>{format_part(name)}</th>"
             f"<td style='text-align:right'>{scale.format(self.parts[name])}</td>"
             f"<td style='text-align:right'>{scale.format(self.hidden[name])}</td>"
             f"<td style='text-align:right'>{100 * self.parts[name] / self.seconds:.0f} %</td></tr>"
@@ -306,6 +308,11 @@ class StepReport:
 
     def _check_num_tokens(self, num_tokens: float) -> float:
         return check_number("num_tokens", num_tokens, low=1, high=1e18)
+
+
+def format_part(name: str) -> str:
+    """Return the display name of a part of a step: ``matmuls`` for ``matrices``."""
+    return _PART_LABELS.get(name, name.replace("_", " "))
 
 
 def format_seconds(seconds: float) -> str:

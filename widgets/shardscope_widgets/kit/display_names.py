@@ -35,14 +35,6 @@ _SPELLED = {
     "x16": "x16",
 }
 
-_PART_LABELS = {"matrices": "matmuls", "gathers": "all-gathers", "gradients": "gradient reduction"}
-"""Parts of a step whose name in ``StepReport.parts`` says less than the operation's usual name."""
-
-
-def format_part(name: str) -> str:
-    """Return the display name of a part of a step: ``matmuls`` for ``matrices``."""
-    return _PART_LABELS.get(name, name.replace("_", " "))
-
 
 def format_name(name: str) -> str:
     """Return ``Llama 3.1 8B`` for ``llama-3.1-8b``, ``H100 SXM 80 GB`` for ``h100-sxm-80gb``."""

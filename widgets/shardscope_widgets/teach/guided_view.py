@@ -12,9 +12,8 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.catalog import links
 from shardscope.core.errors import check_choice
-from shardscope.timing.report import format_seconds
+from shardscope.timing.report import format_part, format_seconds
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.numbers import format_size
 from shardscope_widgets.memory.view import MemoryView
 from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart

@@ -15,7 +15,7 @@ from shardscope.prediction.layer_sharding import (
     RankSlices,
     ShardingPhase,
 )
-from shardscope_widgets.kit.display_names import format_part
+from shardscope.timing.report import format_part
 from shardscope_widgets.kit.numbers import format_size
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, FONT
 from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart

@@ -7,8 +7,8 @@ from html import escape
 import shardscope as ss
 from shardscope.core.number_format import format_count
 from shardscope.prediction.layer_sharding import KINDS, LayerSharding, choose_layer, shard_layer
+from shardscope.timing.report import format_part
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.numbers import Unit, format_three_digits
 from shardscope_widgets.kit.theme import COMPONENT_COLOURS
 from shardscope_widgets.teach.sharding_figure import (

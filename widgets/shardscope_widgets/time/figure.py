@@ -9,9 +9,8 @@ from textwrap import wrap
 import plotly.graph_objects as go
 
 from shardscope.core.number_format import Scale
-from shardscope.timing.report import PARTS, Part, StepReport
+from shardscope.timing.report import PARTS, Part, StepReport, format_part
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.pins import wrap_label
 from shardscope_widgets.kit.theme import FONT, MEASURED_COLOUR, PART_COLOURS, PART_PATTERNS
 from shardscope_widgets.time.rows import ShownStep

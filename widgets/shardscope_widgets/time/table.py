@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import Scale, format_gib
-from shardscope.timing.report import PARTS, StepReport
-from shardscope_widgets.kit.display_names import count_devices, format_name, format_part, name_rate_unit
+from shardscope.timing.report import PARTS, StepReport, format_part
+from shardscope_widgets.kit.display_names import count_devices, format_name, name_rate_unit
 from shardscope_widgets.kit.numbers import format_dollars, format_short, format_three_digits
 from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, add_sign, render_part_table
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES

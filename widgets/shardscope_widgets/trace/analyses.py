@@ -10,7 +10,13 @@ from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.breakdown import compute_idle
 from shardscope.trace.analysis.collectives import KINDS as COLLECTIVE_KINDS
-from shardscope.trace.analysis.collectives import AxisRow, CollectiveRow, Collectives, list_step_seconds
+from shardscope.trace.analysis.collectives import (
+    AxisRow,
+    CollectiveRow,
+    Collectives,
+    find_gloo_note,
+    list_step_seconds,
+)
 from shardscope.trace.analysis.critical_path import CriticalPath
 from shardscope.trace.analysis.kernels import find_kernels
 from shardscope.trace.analysis.stragglers import SIGNIFICANCE, format_chance
@@ -266,6 +272,8 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
         sentences.append(
             "This trace has only one rank of each collective, so waiting and transfer cannot be separated."
         )
+    if note := find_gloo_note(trace):
+        sentences.append(note)
     return AnalysisPage(
         sentences=sentences, tables=[writer.write(headings, written)], intervals=writer.intervals
     )

@@ -11,10 +11,10 @@ from shardscope.core.errors import FieldError
 from shardscope.core.number_format import Scale
 from shardscope.timing.calibration.store import find_traced_rates, remove_traced_rates
 from shardscope.timing.calibration.traced import TracedRates
-from shardscope.timing.report import PARTS, format_seconds
+from shardscope.timing.report import PARTS, format_part, format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.plan_comparison import IDLE, STEP, UNKNOWN_COMMUNICATION, PlanComparison
-from shardscope_widgets.kit.display_names import describe_devices, format_part
+from shardscope_widgets.kit.display_names import describe_devices
 from shardscope_widgets.kit.part_table import add_sign
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS
 from shardscope_widgets.time.rows import PlanStep

@@ -222,6 +222,7 @@ class TraceView(anywidget.AnyWidget):
             for name, value in (("start_seconds", start_seconds), ("end_seconds", end_seconds))
         ]
         slices = choose_slices(self.trace, *bounds)
+        counts = np.bincount(self.trace.track_index[slices], minlength=len(self.trace.tracks))
         state = self.get_state(["search", "num_matches", "height", "_path_number"])
         first, last = (bounds[0] or 0.0), bounds[1]
         whole = self._span_ns / 1e9
@@ -230,7 +231,17 @@ class TraceView(anywidget.AnyWidget):
             "selected": None,
             "error": "",
             "_revealed": {},
-            "_scene": {**self._scene, "num_slices": len(slices), "can_download": False, "perfetto": ""},
+            "_scene": {
+                **self._scene,
+                "num_slices": len(slices),
+                # The headers of ranks add these up.
+                "tracks": [
+                    {**track, "num_slices": count}
+                    for track, count in zip(self._scene["tracks"], counts.tolist(), strict=True)
+                ],
+                "can_download": False,
+                "perfetto": "",
+            },
         }
         is_whole = len(slices) == len(self.trace)
         limits = [] if is_whole else [_describe_part(self.trace, len(slices), first, last)]

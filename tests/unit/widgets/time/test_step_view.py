@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.timing.report import PARTS
+from shardscope.timing.report import PARTS, format_part
 from shardscope_widgets import StepView
 from shardscope_widgets.kit import numbers
-from shardscope_widgets.kit.display_names import format_part
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
 from shardscope_widgets.studio.head import render_rates
 from shardscope_widgets.time import rows as step_rows

@@ -15,6 +15,7 @@ import pytest
 from shardscope.trace import Trace
 from shardscope.trace.tile_encoding import TICKS_PER_PIXEL, decode_columns
 from shardscope_widgets.trace import TraceView, saved_page
+from shardscope_widgets.trace import view as trace_view
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
 
@@ -349,3 +350,18 @@ def test_saved_page_of_a_large_trace_is_refused_with_a_part_that_fits(
     assert view.to_html(tmp_path / "page.html", end_seconds=end).exists()
     with pytest.raises(ValueError, match="start_seconds"):
         view.to_html(tmp_path / "page.html", start_seconds="soon")
+
+
+def test_tracks_of_a_page_of_a_part_count_the_slices_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = TraceView(FIXTURE)
+    scenes: list[Any] = []
+    monkeypatch.setattr(
+        trace_view, "write_page", lambda path, state, *_, **__: scenes.append(state["_scene"])
+    )
+    view.to_html(tmp_path / "page.html", end_seconds=view.trace.duration_seconds / 2)
+    (scene,) = scenes
+    counts = [track["num_slices"] for track in scene["tracks"]]
+    assert sum(counts) == scene["num_slices"] < len(view.trace)
+    assert sum(track["num_slices"] for track in view._scene["tracks"]) == len(view.trace)

@@ -14,8 +14,13 @@ from shardscope.trace.analysis.breakdown import (
     IdleRow,
     compute_idle,
 )
-from shardscope.trace.analysis.collectives import UNKNOWN_KIND, CollectiveRow, Collectives
-from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels, find_kernels
+from shardscope.trace.analysis.collectives import (
+    UNKNOWN_KIND,
+    CollectiveRow,
+    Collectives,
+    find_gloo_note,
+)
+from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels, find_kernels, shorten_name
 from shardscope.trace.analysis.suggestions import Topic
 from shardscope.trace.store import Trace
 
@@ -79,13 +84,14 @@ def _find_exposed_communication(
         if row["skew_seconds"] is not None and row["seconds"]:
             share = 100 * row["skew_seconds"] / row["seconds"]
             text += f"; {share:.0f} % of their time is waiting for the last rank"
+        note = find_gloo_note(trace) if row["kind"] == "all_reduce" else ""
         of_call = row["axis"].split("+")
         topics: list[Topic] = [axis for axis in _AXES if axis in of_call]
         if row["kind"] == "all_gather" and "dp" in of_call:
             topics.append("dp_all_gather")
         yield {
             "seconds": row["exposed_seconds"],
-            "text": f"{text}.",
+            "text": f"{text}. {note}".rstrip(),
             "interval": _locate_call(longest),
             "topics": tuple(topics),
         }
@@ -170,10 +176,13 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
     """Yield the class of kernels that takes most of the compute, and matmuls without tensor cores."""
     num_steps = trace.activity.steps_by_rank
     compute: dict[str, float] = {}
+    by_name: dict[tuple[str, str], float] = {}
     for row in kernels:
         if row["kind"] not in _NO_COMPUTE:
             seconds = row["total_seconds"] / num_steps[row["rank"]] / len(trace.ranks)
             compute[row["kind"]] = compute.get(row["kind"], 0.0) + seconds
+            key = row["name"], row["kind"]
+            by_name[key] = by_name.get(key, 0.0) + seconds
     total = sum(compute.values())
     if not total:
         return
@@ -185,13 +194,22 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
         calls = format_number_of(top["num_calls"] / num_steps[top["rank"]], "call")
         per_step = " a step" if trace.activity.has_steps else ""
         text = (
-            f"{title} {what} take most compute, {_format_share(trace, compute[kind], step_seconds)}; first "
-            f"{top['name'][:60]}, {calls}{per_step} of {format_seconds(top['mean_seconds'])} each"
+            f"{title} {what} take most compute, {_format_share(trace, compute[kind], step_seconds)}; "
+            f"the costliest is {shorten_name(top['name'])}, {calls}{per_step} of "
+            f"{format_seconds(top['mean_seconds'])} each"
         )
         if top["tflops"] is not None and top["peak_share"] is not None:
             text += f" at {top['tflops']:.3g} TFLOP/s, {100 * top['peak_share']:.0f} % of the GPU's peak"
         elif top["bytes_per_second"] is not None and top["bandwidth_share"] is not None:
             text += f" at {100 * top['bandwidth_share']:.0f} % of the memory's bandwidth"
+        # Many small kernels of a class may take more than the costliest one, which a reader asks for first.
+        (name, its_kind), seconds = max(by_name.items(), key=lambda one: one[1])
+        if its_kind != kind and seconds >= MIN_SHARE * step_seconds:
+            its_class = "unclassified" if its_kind == "other" else its_kind
+            text += (
+                f". The costliest of all {what} is {shorten_name(name)} ({its_class}), "
+                f"{_format_share(trace, seconds, step_seconds)}"
+            )
         # A step that recomputes runs its forward twice, whatever its kernels are.
         topics: tuple[Topic, ...] = ("recomputation",)
         if kind not in MATRIX_KINDS:
@@ -243,8 +261,8 @@ def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterato
     rate = (top["bytes_per_second"] or 0.0) / 1e9
     yield {
         "seconds": seconds,
-        "text": f"Exposed copies: {_format_share(trace, seconds, step_seconds)}; first "
-        f"{top['name'][:60]} at {rate:.3g} GB/s.",
+        "text": f"Exposed copies: {_format_share(trace, seconds, step_seconds)}; the costliest is "
+        f"{shorten_name(top['name'])} at {rate:.3g} GB/s.",
         "interval": _locate_kernel(top),
         "topics": ("copies",),
     }

@@ -37,6 +37,7 @@ KINDS = (
 )
 UNKNOWN_KIND = "communication"
 """Kind of a call of which neither the name nor the arguments say what it does."""
+_REDUCE_SCATTER = re.compile(r"c10d::_?reduce_scatter")
 _ANNOTATION = re.compile(r"(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(\w+)")
 
 
@@ -278,6 +279,16 @@ def _make_row(trace: Trace, finder: GroupFinder, call: _Call, exposed_ns: int) -
         "seconds": duration / 1e9,
         "call": call.call,
     }
+
+
+def find_gloo_note(trace: Trace) -> str:
+    """Return a sentence on reduce-scatters that gloo recorded as all-reduces; empty if there are none."""
+    # ProcessGroupGloo has no reduce-scatter: it reduces the whole vector, and each rank keeps its shard
+    # (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced).
+    requested = any(_REDUCE_SCATTER.match(name) for name in trace.names)
+    if not requested or "gloo:all_reduce" not in trace.names or "gloo:reduce_scatter" in trace.names:
+        return ""
+    return "Reduce-scatters, such as FSDP2's, are among the all-reduces: gloo runs them as all-reduces."
 
 
 def find_bus_factor(kind: str, num_ranks: int) -> float | None:

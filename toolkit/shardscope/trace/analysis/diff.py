@@ -11,7 +11,7 @@ from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.breakdown import find_idle
 from shardscope.trace.analysis.collectives import measure_step
 from shardscope.trace.analysis.intervals import measure_within
-from shardscope.trace.analysis.kernels import find_kinds, list_kinds, measure_work_ns
+from shardscope.trace.analysis.kernels import find_kinds, list_kinds, measure_work_ns, shorten_name
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _describe_differences(rows: list[DiffRow], trace: Trace, other: Trace) -> st
     if not named:
         return f"{text} No kernel, collective or gap differs by more than 1 % of the {wholes[0]}."
     parts = [
-        f"{row['name'][:60]} ({row['kind'].replace('_', '-')}) "
+        f"{shorten_name(row['name'])} ({row['kind'].replace('_', '-')}) "
         f"{format_seconds(abs(row['difference_seconds']))} "
         f"{'more' if row['difference_seconds'] > 0 else 'less'}"
         for row in named

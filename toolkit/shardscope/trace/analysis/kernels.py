@@ -92,6 +92,8 @@ _TRITON = re.compile(r"triton_|_[a-z]")
 _OTHER_VENDORS = re.compile(r"^(?:AMD|Intel)|Instinct", re.IGNORECASE)
 CUDA_CATEGORIES = frozenset({"kernel", "Kernel"})
 MATRIX_KINDS = frozenset({"matmul", "convolution", "attention"})
+NAME_CHARACTERS = 60
+"""Most characters of a kernel's name in a sentence."""
 OPTIMIZER_STEP = re.compile(r"^Optimizer\.step")
 
 _PEAK_OF_TYPE = {
@@ -200,6 +202,11 @@ def find_gpu(name: str | None) -> Gpu | None:
         if name is not None and name in entry.get("driver_names", ()):
             return gpus[known]
     return None
+
+
+def shorten_name(name: str) -> str:
+    """Return a name for a sentence: kernels of templates have hundreds of characters."""
+    return name if len(name) <= NAME_CHARACTERS else f"{name[: NAME_CHARACTERS - 1].rstrip(' ,')}…"
 
 
 def find_kinds(trace: Trace) -> npt.NDArray[np.int32]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypedDict, get_type_hints
 
 import numpy as np
 
-from shardscope.timing.report import PARTS, format_seconds
+from shardscope.timing.report import PARTS, format_part, format_seconds
 from shardscope.trace.analysis.activity import RankActivity
 from shardscope.trace.analysis.collectives import find_collectives
 from shardscope.trace.analysis.diff import list_windows
@@ -54,6 +54,16 @@ class PlanComparison(Table[ComparisonRow]):
     def __init__(self, rows: list[ComparisonRow], text: str) -> None:
         super().__init__(rows, tuple(get_type_hints(ComparisonRow)))
         self.text = text
+
+    def __repr__(self) -> str:
+        return Table.__repr__(self._name_parts())
+
+    def _repr_html_(self) -> str:
+        return Table._repr_html_(self._name_parts())
+
+    def _name_parts(self) -> Table[ComparisonRow]:
+        """Return the rows with the names of parts that charts and :attr:`text` show, such as "matmuls"."""
+        return Table([{**row, "part": format_part(row["part"])} for row in self], self.columns)
 
 
 def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
@@ -151,7 +161,6 @@ def _describe_difference(rows: list[ComparisonRow], where: str, whole: str) -> s
         return text
     worst = max(known, key=lambda row: abs((row["measured_seconds"] or 0) - (row["predicted_seconds"] or 0)))
     takes, expected = (format_seconds(worst[key] or 0.0) for key in ("measured_seconds", "predicted_seconds"))
-    name = worst["part"].replace("_", " ")
     if worst["part"] == IDLE:
         return f"{text} Most of the difference: {takes} idle, which a plan does not predict."
-    return f"{text} Largest difference: {name} takes {takes}, predicted {expected}."
+    return f"{text} Largest difference: {format_part(worst['part'])}, {takes} where {expected} is predicted."

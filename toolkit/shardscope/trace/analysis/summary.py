@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 import numpy as np
 
 from shardscope.core.html_table import render_html_table
+from shardscope.core.number_format import format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.breakdown import BreakdownRow, StepRow
 from shardscope.trace.analysis.causes import Cause, find_causes, format_number_of
@@ -135,7 +136,7 @@ class TraceSummary:
         lines = [*self.sentences, "", "Most self time:"]
         for row in self.operators:
             name, seconds = row["name"][:MAX_NAME_CHARACTERS], format_seconds(row["self_seconds"])
-            lines.append(f"  {name}: {seconds} in {row['slices']:,} calls")
+            lines.append(f"  {name}: {seconds} in {format_count(row['slices'], 'call')}")
         return "\n".join(lines if self.operators else self.sentences)
 
     __repr__ = __str__

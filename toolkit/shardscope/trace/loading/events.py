@@ -39,6 +39,7 @@ _RAW = msgspec.json.Decoder(list[msgspec.Raw])
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
 # A backslash that ends a string, as in "C:\dir\", escapes the quote: what follows looks like the next key.
 _LAST_BACKSLASH = re.compile(r'(?<!\\)\\"(?=\s*(?:,\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|bp|s)"\s*:|\}))')
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ARGS_KEY = re.compile(rb',\s*"args"\s*:')
 
 
@@ -97,7 +98,7 @@ def _decode_event(text: bytes, oddities: Counter[str]) -> Event | None:
         return _decode_without_args(text, oddities)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         pass
-    # NaN, Infinity and invalid UTF-8, which profilers have written (pytorch#130622), ...
+    # NaN, Infinity, invalid UTF-8, which profilers have written (pytorch#130622), and lone surrogates, ...
     readable = text.decode("utf-8", errors="replace")
     event = _decode_leniently(readable)
     if event is not None:
@@ -124,9 +125,20 @@ def _double_backslash(match: re.Match[str]) -> str:
 def _decode_leniently(text: str) -> Event | None:
     try:
         data = json.loads(text, strict=False)
-        return _LAX.decode(msgspec.json.encode(data))
+        return _LAX.decode(msgspec.json.encode(_replace_surrogates(data)))
     except (ValueError, OverflowError, *UNREADABLE):
         return None
+
+
+def _replace_surrogates(value: object) -> object:
+    """Return a JSON value with U+FFFD for each lone surrogate, such as a name cut inside of an emoji has."""
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_replace_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_replace_surrogates(key): _replace_surrogates(item) for key, item in value.items()}
+    return value
 
 
 def _decode_without_args(text: bytes, oddities: Counter[str]) -> Event | None:

@@ -41,7 +41,9 @@ function draw(view) {
   placePinButton(view);
   drawRuler(view, ticks);
   drawScrollbar(view);
-  page.span.textContent = `${shownTime(t1 - t0)} of ${shownTime(scene.span_ns)}`;
+  // Zoomed out or panned beyond an end, the view is longer than the trace in it.
+  const visible = Math.max(Math.min(t1, scene.span_ns) - Math.max(t0, 0), 0);
+  page.span.textContent = `${shownTime(visible)} of ${shownTime(scene.span_ns)}`;
   Object.assign(page.canvas.dataset, {
     slices: drawn,
     t0: t0 / 1e9,
