@@ -73,7 +73,7 @@ def test_chart_reserves_a_row_for_every_tier() -> None:
     assert list(read_bars(view)) == ["predicted"]
     assert {a.text for a in view.figure.layout.annotations} >= {
         "not rehearsed yet",
-        "no run of this plan yet",
+        "plan not run yet",
     }
 
 
