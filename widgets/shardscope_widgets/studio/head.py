@@ -12,7 +12,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.advice.descriptions import explain_missing_time, name_plan
+from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
 from shardscope.planner.verdict import Verdict
@@ -20,6 +20,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import (
     count_devices,
     describe_devices,
+    explain_missing_time,
     name_model,
     name_rate_unit,
 )
