@@ -9,7 +9,7 @@ from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.memory.fit_search import Result
-from shardscope_widgets.memory.repairs import describe_no_fit
+from shardscope_widgets.memory.repairs import describe_no_fit, name_changes
 from shardscope_widgets.studio.head import write_fit_question
 from shardscope_widgets.studio.inputs import StudioInputs
 
@@ -63,7 +63,7 @@ class PlanChanges:
     def _apply_fit(self, before: ss.Plan, fit: Fit) -> None:
         self._apply(fit.plan)
         undo = {"Undo": lambda: self._undo(fit.plan, before)}
-        self._notice.show_message(f"Made it fit: {fit.text}.", undo)
+        self._notice.show_message(f"Made it fit: {name_changes(before, fit)}.", undo)
 
     def _undo(self, undone: ss.Plan, before: ss.Plan) -> None:
         """Restore ``before``, and reset the framework of the plan that is undone."""
