@@ -131,3 +131,47 @@ def test_rows_of_a_table_are_one_stop_each_and_enter_presses_it(lab: Lab, browse
     page.keyboard.press("Enter")
     expect(view.locator(".widget-label").last).to_have_text("two")
     page.close()
+
+
+REDRAWN = """import ipywidgets
+from shardscope_widgets.kit.clickable import Clickable
+from shardscope_widgets.kit.sheet import Sheet
+rows, pressed = ["alpha", "beta", "gamma"], ipywidgets.Label()
+
+def draw():
+    table.value = "".join(
+        f"<p><button data-act='{place}' aria-label='Apply {name}'>Apply</button>"
+        f" <button data-act='stop {name}'>Stop</button></p>" for place, name in enumerate(rows)
+    )
+
+def press(act):
+    pressed.value += act + ";"
+    if act.startswith("stop "):
+        rows.remove(act[5:])
+    elif act == "2":
+        rows.insert(0, rows.pop())
+    else:
+        rows.pop(int(act))
+    draw()
+
+table = Clickable(press)
+draw()
+view = ipywidgets.VBox([Sheet(), table, pressed])
+view.add_class("ss-root")
+view"""
+
+
+def test_focus_stays_with_its_row_when_rows_move_or_go(lab: Lab, browser: Any) -> None:
+    write_notebook(lab, "redrawn.ipynb", REDRAWN)
+    page = open_notebook(lab, browser, "redrawn.ipynb")
+    run_all_cells(page, 1)
+    view = page.locator(".ss-root")
+    press(page, view.get_by_role("button", name="Apply gamma"))
+    expect(view.get_by_role("button", name="Apply gamma")).to_be_focused()
+    press(page, view.get_by_role("button", name="Apply gamma"))
+    expect(view.locator("button")).to_have_count(4)
+    assert page.evaluate("() => document.activeElement.localName") != "button", "no other row's button"
+    press(page, view.get_by_role("button", name="Stop").first)
+    expect(view.locator("button")).to_have_count(2)
+    assert page.evaluate("() => document.activeElement.localName") != "button", "no other row's button"
+    page.close()

@@ -211,7 +211,7 @@ def test_the_shipped_text_has_the_stated_number_of_tokens() -> None:
 def test_ranks_that_read_the_same_text() -> None:
     plan = make_plan(global_batch_size=512, seq_len=4096)
     finding = find_by_name(plan, "ranks-read-the-same-text", ss.Pretrain(num_steps=1))
-    assert finding is not None and finding.severity == "danger"
+    assert finding is not None and finding.severity == "warning", "it wastes work, and the run ends"
     windows = SHIPPED_TOKENS // 4096
     assert finding.number == 512 / windows
     assert finding.plan is not None and finding.plan.recipe.global_batch_size <= windows

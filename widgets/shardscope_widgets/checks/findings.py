@@ -35,6 +35,11 @@ _INPUTS = {
     "profile": "Record a trace",
 }
 """Field -> label of its input, where that is not the field's own name."""
+_QUESTIONS = {
+    "host_memory_bytes": "Enter the host memory of each node",
+    "nvme_bytes": "Enter the NVMe capacity of each node",
+}
+"""Field of a finding's question -> its text."""
 # A field of a call, as in "Pretrain(profile=True)", is code.
 _ASSIGNMENT = re.compile(r"(?<![\w(.])([a-z_]\w*)=('[^']*'|[\w.+-]*\w)")
 
@@ -70,8 +75,10 @@ def render_finding(finding: Finding, *, place: str = "", controls: str = "") -> 
 def write_change(finding: Finding) -> str:
     """Return the suggested fix with the names of inputs: ``steps 5`` for ``num_steps=5``.
 
-    The fix of a line of a script stays code.
+    The fix of a line of a script stays code. A question has its input beside it.
     """
+    if finding.question is not None:
+        return _QUESTIONS.get(finding.question.field, finding.change)
     return finding.change if finding.line is not None else _ASSIGNMENT.sub(_name_input, finding.change)
 
 

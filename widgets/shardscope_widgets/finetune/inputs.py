@@ -196,6 +196,13 @@ def _create_browse_button(browser: FileBrowser, box: widgets.Combobox, what: str
     button = controls.create_button("Browse…", "ss-ghost", "ss-small", layout=controls.share_fixed_layout())
     button.tooltip = f"Choose {what} on the machine of this notebook"
     button.on_click(lambda _: browser.toggle(box.value.strip()))
+    # The front end says by these classes whether what the button opens is open (kit/front_end/names.js).
+    button.add_class("ss-expands")
+
+    def show_open(_: object) -> None:
+        (button.add_class if browser.is_open else button.remove_class)("ss-expanded")
+
+    browser.observe(show_open, "value")
     return button
 
 

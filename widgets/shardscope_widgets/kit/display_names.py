@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from shardscope.catalog import load_table
 from shardscope.core.cluster import name_device
+from shardscope.core.errors import FieldError
 from shardscope.core.number_format import format_count
+from shardscope.planner.advice import descriptions
 
 if TYPE_CHECKING:
     import shardscope as ss
@@ -76,6 +78,30 @@ def count_devices(cluster: ss.Cluster) -> str:
 def name_rate_unit(cluster: ss.Cluster) -> str:
     """Return the word after "per" in a rate of one device: ``GPU``, or ``rank`` for CPU ranks."""
     return "rank" if cluster.gpu.vendor == "cpu" else "GPU"
+
+
+_MISSING_INPUTS = {
+    "Cluster.nvme_bandwidth_bytes_per_second": "the read bandwidth of a node's NVMe is not known; enter it "
+    "under GPUs, More options, NVMe",
+}
+"""Field that a prediction lacks -> what is missing, and the Studio's input for it."""
+
+
+def name_missing_input(error: FieldError) -> str:
+    """Return what a prediction lacks, and the Studio's input for it; empty if none of the inputs is it."""
+    return _MISSING_INPUTS.get(error.field, "")
+
+
+def explain_missing_time(plan: ss.Plan) -> str:
+    """Return why ``plan`` has no predicted time, and the input or fix; empty if it has one."""
+    try:
+        plan.step()
+    except FieldError as error:
+        if named := name_missing_input(error):
+            return f"{named}."
+    except ValueError:
+        pass
+    return descriptions.explain_missing_time(plan)
 
 
 def describe_plan(plan: ss.Plan) -> str:

@@ -11,6 +11,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
+from shardscope.planner.differences import Difference, find_differences
 from shardscope.planner.memory_needs import find_shortages, fits
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import Repair, predict_seconds
@@ -20,6 +21,9 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import Debounced
 from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.memory.fit_search import FitSearch, Result
+from shardscope_widgets.pickers.layout import LABELS as LAYOUT_LABELS
+from shardscope_widgets.pickers.layout import VALUE_LABELS
+from shardscope_widgets.pickers.recipe_choices import ADVANCED_LABELS
 
 MAX_CHIPS = 3
 PAUSE_SECONDS = 0.25
@@ -195,7 +199,43 @@ def describe_fit(plan: ss.Plan, fit: Fit) -> str:
     room = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
     cost = describe_cost(fit.seconds_lost, predict_seconds(plan))
     about = "" if cost in ("same speed", "time unknown") else "about "
-    changes = ", ".join(fit.changes)
+    changes = name_changes(plan, fit)
     state = assess_plan(fit.plan, report).state
     verdict = {"unknown": "fits the GPU (host memory unknown)"}.get(state, state)
     return f"{changes[:1].upper()}{changes[1:]}: {verdict}, {room}, {about}{cost}"
+
+
+_LABELS = {
+    **LAYOUT_LABELS,
+    **ADVANCED_LABELS,
+    "micro_batch_size": "Micro-batch",
+    "global_batch_size": "Global batch",
+    "seq_len": "Sequence",
+    "recompute": "Recompute",
+}
+
+
+def name_changes(plan: ss.Plan, fit: Fit) -> str:
+    """Return the changes of ``fit`` by the names of the inputs: ``micro-batch 1 → 4, offload none → CPU``."""
+    differences = find_differences(plan, fit.plan)
+    if len(differences) != len(fit.changes):  # The fit is of another plan.
+        return fit.text
+    return ", ".join(
+        _name_difference(one) if one.field in _LABELS else text
+        for one, text in zip(differences, fit.changes, strict=True)
+    )
+
+
+def _name_difference(difference: Difference) -> str:
+    label = _LABELS[difference.field]
+    # "ZeRO stage" keeps its capitals.
+    if label.partition(" ")[0][1:].islower():
+        label = label[:1].lower() + label[1:]
+    shown = {repr(value): text for value, text in VALUE_LABELS.get(difference.field, {}).items()}
+    before, after = (
+        shown.get(
+            repr(value), f"{value:,}" if type(value) is int else "not set" if value is None else str(value)
+        )
+        for value in (difference.before, difference.after)
+    )
+    return f"{label} {before} → {after}"

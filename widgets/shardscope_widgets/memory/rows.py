@@ -18,7 +18,7 @@ MAX_STAGES = 16
 TIERS = ("predicted", "rehearsed", "measured")
 EMPTY_NOTES = {
     "rehearsed": "not rehearsed yet",
-    "measured": "no run of this plan yet",
+    "measured": "plan not run yet",
 }
 TOOLTIP_CHARACTERS = 72
 

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
+from shardscope.planner.advice import descriptions
 from shardscope.planner.advice.advice import Advice
 from shardscope.planner.advice.descriptions import name_plan
+from shardscope.planner.advice.plan_evaluator import SAFE
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.memory_needs import fits
+from shardscope.planner.verdict import assess_plan
 from shardscope.timing.report import format_seconds
-from shardscope_widgets.kit.display_names import name_rate_unit
+from shardscope_widgets.kit.display_names import explain_missing_time, name_rate_unit
 from shardscope_widgets.kit.numbers import format_short
 
 MAX_ALTERNATIVES = 2
@@ -36,6 +39,8 @@ class Answer:
     """Memory, time and rate of the recommended plan; if nothing fits, what is missing."""
     change: str
     """The difference from the current plan; empty if that is the recommended one."""
+    caution: str
+    """What to do about a recommended plan that is tight; empty if it is not."""
     why: str
     """The reasons, in a few sentences."""
     plan: ss.Plan | None
@@ -48,6 +53,8 @@ def build_answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
     # The first sentence names the plan; the reasons follow it.
     sentence, _, why = advice.why.partition(". ")
     sentence = sentence.rstrip(".") + "."
+    if advice.plan is not None and (missing := descriptions.explain_missing_time(advice.plan)):
+        why = why.replace(missing, explain_missing_time(advice.plan))
     candidates = [
         Alternative(index, plan, words)
         for index, (plan, words) in enumerate(advice.alternatives)
@@ -56,24 +63,27 @@ def build_answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
     ]
     alternatives = tuple(candidates[:MAX_ALTERNATIVES])
     if advice.plan is None:
-        return Answer(sentence, why, "", "", None, alternatives)
+        return Answer(sentence, why, "", "", "", None, alternatives)
+    caution = describe_tightness(advice.plan, alternatives)
     if on_screen is not None and does_the_same(advice.plan, on_screen):
         return Answer(
             f"Keep the current plan: {name_plan(on_screen)}.",
             describe_figures(on_screen),
             "",
+            caution,
             why,
             None,
             alternatives,
         )
     change = "" if on_screen is None else describe_difference(advice.plan, on_screen)
-    return Answer(sentence, describe_figures(advice.plan), change, why, advice.plan, alternatives)
+    return Answer(sentence, describe_figures(advice.plan), change, caution, why, advice.plan, alternatives)
 
 
 def describe_figures(plan: ss.Plan) -> str:
     """Return ``54.0 of 79.1 GiB, 4.13 s per step, 7.93k tokens/s per GPU``."""
     report = plan.memory()
-    memory = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
+    tight = ", tight" if report.verdict == "tight" else ""
+    memory = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB{tight}"
     # A GPU without known rates still has a memory prediction.
     if _predict_seconds(plan) is None:
         return f"{memory}, no time is predicted"
@@ -81,6 +91,23 @@ def describe_figures(plan: ss.Plan) -> str:
     rate = format_short(step.tokens_per_second_per_gpu)
     unit = name_rate_unit(plan.cluster)
     return f"{memory}, {format_seconds(step.seconds)} per step, {rate} tokens/s per {unit}"
+
+
+def describe_tightness(plan: ss.Plan, alternatives: tuple[Alternative, ...]) -> str:
+    """Return why the recommended ``plan`` is tight, and what to do; empty if it is not tight."""
+    report = plan.memory()
+    if report.verdict != "tight":
+        return ""
+    warning = assess_plan(plan, report).reason
+    # The same rule as for the advice: a plan with room is worth less than a third more time.
+    seconds = _predict_seconds(plan)
+    for alternative in alternatives:
+        other = alternative.plan
+        its = _predict_seconds(other)
+        same = other.cluster == plan.cluster and other.recipe.method == plan.recipe.method
+        if same and seconds and its and its < SAFE * seconds and other.memory().verdict == "fits":
+            return f"{warning} If this one does, apply {name_plan(other, plan.recipe)}: it has more room."
+    return f"{warning} Launch a few steps first; Checks can search for a plan with more room."
 
 
 def describe_difference(plan: ss.Plan, current: ss.Plan) -> str:

@@ -29,6 +29,8 @@ def render_recommendation(answer: Answer) -> str:
         lines += f"<p class='ss-number'>{escape_with_units(answer.figures)}</p>"
     if answer.change:
         lines += f"<p class='ss-number'>{escape_with_units(answer.change)}</p>"
+    if answer.caution:
+        lines += f"<p class='ss-tight'>{escape_with_units(answer.caution)}</p>"
     return f"<div class='ss-advised'><div>{lines}</div>{button}</div>"
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import shardscope as ss
 from shardscope.core.number_format import Scale, format_gib
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.search.nearest_misses import describe_other_recipe
 from shardscope_widgets.kit.display_names import name_rate_unit
 from shardscope_widgets.kit.numbers import format_dollars, format_short, keep_units
@@ -102,8 +103,19 @@ def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | Non
         f"<td>{plan.recipe.micro_batch_size}</td>"
         f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{format_short(rate)}</td>"
         f"<td>{scale.format(float(ranking.get_step_seconds(row)[0]))}</td><td>{format_gib(int(ranking.peak_bytes[index]))}</td>"
-        f"<td>{format_gib(int(ranking.headroom_bytes[index]))}</td><td>{cost}</td></tr>"
+        f"{_render_free(ranking, index)}<td>{cost}</td></tr>"
     )
+
+
+def _render_free(ranking: Ranking, index: int) -> str:
+    """Return the cell with the GiB that a plan leaves free, marked as in the verdict if it is tight."""
+    free = format_gib(int(ranking.headroom_bytes[index]))
+    # "is_tight" of the plan's report, without computing that.
+    if 100 * int(ranking.peak_bytes[index]) <= TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu:
+        return f"<td>{free}</td>"
+    why = f"Tight: of runs that need over {TIGHT_PERCENT} % of the memory some run out of it"
+    mark = f"<span class='ss-tight'><span aria-hidden='true'>!</span><span class='ss-off-screen'>{why}</span>"
+    return f"<td title='{why}'>{mark} {free}</span></td>"
 
 
 def describe_layout(layout: ss.Layout) -> str:

@@ -192,8 +192,30 @@ class RunFigure:
                         line.add_point(x, value / self._units[panel.metric][1])
                         if by == "step":
                             self._agreements.setdefault(key[0], Agreement()).add(x, rank, value)
+            grown |= self._enlarge_units(panels)
             self._draw_lines({**grown, **self._find_reclipped_lines(), **self._unite_equal_lines()})
             self._fit_axes()
+
+    def _enlarge_units(self, panels: Iterable[Panel]) -> dict[tuple[int, int], Line]:
+        """Rescale charts whose values have outgrown their unit, such as steps of over 1,000 ms.
+
+        Return the rescaled lines. A unit never becomes smaller again.
+        """
+        rescaled: dict[tuple[int, int], Line] = {}
+        for panel in panels:
+            divisor = self._units[panel.metric][1]
+            unit = panel.choose_unit(self._find_highest(panel) * divisor)
+            if unit[1] <= divisor:
+                continue
+            self._units[panel.metric] = unit
+            slot = self._slots[panel.metric]
+            for key, line in self._lines.items():
+                if key[0] == slot:
+                    line.scale(divisor / unit[1])
+                    rescaled[key] = line
+        if rescaled:
+            self._place_charts()
+        return rescaled
 
     def _is_new(self, metric: str) -> bool:
         known = metric in self._metrics or len(self._metrics) < MAX_NAMES
@@ -209,7 +231,7 @@ class RunFigure:
             if panel.metric not in self._slots:
                 used_slots = self._slots.values()
                 self._slots[panel.metric] = next(slot for slot in range(SLOTS) if slot not in used_slots)
-            # The unit is chosen once: a changing unit would rescale a line while the user reads it.
+            # From one value, not from each: a changing unit would rescale a line while the user reads it.
             typical = self._find_predicted(panel) or first_values.get(panel.metric, nan)
             if panel.metric not in self._units and isfinite(typical):
                 self._units[panel.metric] = panel.choose_unit(abs(typical))
@@ -232,6 +254,7 @@ class RunFigure:
             first = len(self.widget.data)
             self.widget.add_traces([_build_trace(slot, rank) for slot, rank in missing])
             self._traces |= {key: first + number for number, key in enumerate(missing)}
+        units = {self._slots[panel.metric]: unit for panel, (unit, _) in self.charts.items()}
         for key, line in grown.items():
             trace = self.widget.data[self._traces[key]]
             x, y = line.to_arrays()
@@ -244,7 +267,9 @@ class RunFigure:
             trace.visible = not is_united or rank == min(
                 other for place, other in self._lines if place == slot
             )
-            trace.hovertemplate = _write_tooltip(ALL_RANKS if is_united else f"rank {rank}")
+            trace.hovertemplate = _write_tooltip(
+                ALL_RANKS if is_united else f"rank {rank}", units.get(slot, "")
+            )
 
     def _unite_equal_lines(self) -> dict[tuple[int, int], Line]:
         """Update which charts have one line for all ranks, and return the lines of those that changed."""
@@ -312,10 +337,15 @@ class RunFigure:
 
     def _find_axis_top(self, panel: Panel) -> float:
         """Return the upper end of the axis of a chart that begins at zero."""
+        return ROOM * max(self._find_level(panel) or 0.0, self._find_highest(panel)) or 1.0
+
+    def _find_highest(self, panel: Panel) -> float:
+        """Return the highest value on the axis of a chart, in its unit; 0 without points."""
         slot = self._slots[panel.metric]
         lines = [line for (other, _), line in self._lines.items() if other == slot]
-        tops = (line.find_usual_top() if panel.is_bounded else line.find_top() for line in lines)
-        return ROOM * max(self._find_level(panel) or 0.0, *tops, 0.0) or 1.0
+        return max(
+            (line.find_usual_top() if panel.is_bounded else line.find_top() for line in lines), default=0.0
+        )
 
     def _fit_axes(self) -> None:
         for panel in self.panels:
@@ -375,8 +405,8 @@ def _build_trace(slot: int, rank: int) -> dict[str, object]:
     }
 
 
-def _write_tooltip(who: str) -> str:
-    return f"{who}, at %{{x:,.7~r}}: %{{customdata:.4g}}<extra></extra>"
+def _write_tooltip(who: str, unit: str = "") -> str:
+    return f"{who}, at %{{x:,.7~r}}: %{{customdata:.4g}}{f' {unit}' * bool(unit)}<extra></extra>"
 
 
 def _create_figure() -> Chart:

@@ -68,6 +68,10 @@ class Line:
         if len(self.x) > MAX_POINTS:
             self.x, self.y = downsample(self.x, self.y)
 
+    def scale(self, factor: float) -> None:
+        """Multiply all values by ``factor``, as for another unit."""
+        self.y = [value * factor for value in self.y]
+
     def to_arrays(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return x and y as float32: exact for whole steps up to ten million, and half the bytes to send."""
         with np.errstate(over="ignore"):

@@ -12,7 +12,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.advice.descriptions import explain_missing_time, name_plan
+from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER
 from shardscope.planner.verdict import Verdict
@@ -20,12 +20,14 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import (
     count_devices,
     describe_devices,
+    explain_missing_time,
     name_model,
     name_rate_unit,
 )
 from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.kit.numbers import format_dollars, format_short
 from shardscope_widgets.memory.fit_search import FitSearch, Result
+from shardscope_widgets.memory.repairs import name_changes
 from shardscope_widgets.memory.verdict_line import render_verdict
 from shardscope_widgets.time.rows import ShownStep
 from shardscope_widgets.time.table import MODEL_FLOPS, describe_price
@@ -217,7 +219,7 @@ def write_fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
         unknown = explain_missing_time(plan)
         if unknown:
             notice = f"No change of this layout fits on {devices}, and others were not searched: {unknown}"
-        return notice, f"Change {fit.text}: {memory}"
+        return notice, f"Change {name_changes(plan, fit)}: {memory}"
     if plan.layout.framework == fitting_plan.layout.framework:
         return None
     title = plan.layout.title

@@ -1,14 +1,15 @@
-"""Changes of the Studio's plan as a whole, by a file, a fit or a trace, each with a notice to undo it."""
+"""Changes of the Studio's plan as a whole, by a file, the Plans tab, a fit or a trace, each with "Undo"."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import shardscope as ss
+from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.memory.fit_search import Result
-from shardscope_widgets.memory.repairs import describe_no_fit
+from shardscope_widgets.memory.repairs import describe_no_fit, name_changes
 from shardscope_widgets.studio.head import write_fit_question
 from shardscope_widgets.studio.inputs import StudioInputs
 
@@ -27,6 +28,13 @@ class PlanChanges:
             self._notice.show_message(message, is_error=True)
         else:
             self._notice.show_message("Plan opened.", {"Undo": lambda: self._apply(before)})
+
+    def apply_listed(self, before: ss.Plan, plan: ss.Plan) -> None:
+        """Apply ``plan``, which was chosen in the Plans tab."""
+        self._apply(plan)
+        if plan != before and not self._inputs.is_wrong:
+            name = name_plan(plan, before.recipe)
+            self._notice.show_message(f"Applied {name}.", {"Undo": lambda: self._undo(plan, before)})
 
     def apply_traced(self, before: ss.Plan, plan: ss.Plan) -> None:
         """Apply the change of a traced run's plan that a sentence of its trace suggests."""
@@ -54,10 +62,10 @@ class PlanChanges:
 
     def _apply_fit(self, before: ss.Plan, fit: Fit) -> None:
         self._apply(fit.plan)
-        undo = {"Undo": lambda: self._undo_fit(fit.plan, before)}
-        self._notice.show_message(f"Made it fit: {fit.text}.", undo)
+        undo = {"Undo": lambda: self._undo(fit.plan, before)}
+        self._notice.show_message(f"Made it fit: {name_changes(before, fit)}.", undo)
 
-    def _undo_fit(self, undone: ss.Plan, before: ss.Plan) -> None:
+    def _undo(self, undone: ss.Plan, before: ss.Plan) -> None:
         """Restore ``before``, and reset the framework of the plan that is undone."""
         self._apply(before)
         self._inputs.layout.reset_framework(undone.layout.framework)

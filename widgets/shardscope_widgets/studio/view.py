@@ -211,7 +211,8 @@ class Studio(View):
     @cached_property
     def plans(self) -> PlansPage:
         """The Plans tab's page."""
-        return self._put_on_page("Plans", PlansPage(on_apply=self.apply))
+        page = PlansPage(on_apply=lambda plan: self._changes.apply_listed(self.plan, plan))
+        return self._put_on_page("Plans", page)
 
     @cached_property
     def checks(self) -> ChecksView:

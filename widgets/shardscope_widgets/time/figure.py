@@ -166,7 +166,7 @@ def _build_notes(shown: ShownStep) -> list[dict[str, object]]:
     rows = [
         ("predicted", report.seconds if report else 0.0, "no prediction: see below"),
         ("overlapped", overlapped, "no communication overlaps with compute" if report else ""),
-        ("measured", measured.seconds if measured else 0.0, "no run of this plan yet"),
+        ("measured", measured.seconds if measured else 0.0, "plan not run yet"),
     ]
     for index, pin in enumerate(shown.pins):
         seconds = pin.step.report.seconds if pin.step.report else 0.0

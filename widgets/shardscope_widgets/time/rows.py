@@ -13,6 +13,7 @@ from shardscope.records.folder import RunFolder
 from shardscope.runs.explain.measured_step import read_latest_records
 from shardscope.timing.calibration.finished_runs import compute_median_step, find_residual
 from shardscope.timing.report import StepReport
+from shardscope_widgets.kit.display_names import name_missing_input
 from shardscope_widgets.kit.pins import PinName, name_pins
 
 
@@ -60,6 +61,8 @@ class PlanStep(NamedTuple):
         try:
             return cls(plan.step(), lacks=lacks)
         except FieldError as error:
+            if named := name_missing_input(error):
+                return cls(None, f"{named[:1].upper()}{named[1:]}.", lacks)
             # The full message names fields of the Python API, as does the fix of missing rates.
             is_uncalibrated = error.fix == CALIBRATE
             fix = "" if is_uncalibrated else f" Fix: {error.fix}."

@@ -13,7 +13,7 @@ import pytest
 import shardscope as ss
 from shardscope.core.finding import PlanChange, Question
 from shardscope.planner.checks import Finding
-from shardscope_widgets.checks.findings import SIGNS, sort_worst_first, summarize_findings
+from shardscope_widgets.checks.findings import SIGNS, sort_worst_first, summarize_findings, write_change
 from shardscope_widgets.checks.view import NOTHING, SEARCHING, ChecksView
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
@@ -213,3 +213,10 @@ def test_a_number_and_its_unit_stay_on_one_line() -> None:
     html = show_findings(tiny).list.value
     assert "0.0017\N{NO-BREAK SPACE}GiB" in html and "12\N{NO-BREAK SPACE}%" in html
     assert "4\N{NO-BREAK SPACE}s less" in html and "3 GPUs" in html
+
+
+def test_a_question_is_in_words_without_names_of_fields() -> None:
+    layout = ss.Layout.zero(stage=3, offload_optimizer="nvme", offload_params="nvme")
+    plan = ss.Plan(ss.models["llama-3.1-70b"], ss.Cluster.parse("1xh100-sxm-80gb"), ss.Recipe(), layout)
+    (finding,) = [one for one in plan.findings() if one.question is not None]
+    assert write_change(finding) == "Enter the NVMe capacity of each node"

@@ -19,7 +19,7 @@ import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.planner.differences import find_differences
 from shardscope.planner.memory_needs import fits
-from shardscope.planner.repairs.make_it_fit import make_it_fit
+from shardscope.planner.repairs.make_it_fit import Fit, make_it_fit
 from shardscope.rehearsal.extent import estimate_seconds
 from shardscope.runs.explain.measured import build_measured_memory
 from shardscope_widgets import MemoryView, Studio
@@ -27,7 +27,7 @@ from shardscope_widgets.kit.background_work import DurationEstimate, describe_du
 from shardscope_widgets.kit.pins import name_pins
 from shardscope_widgets.memory import fit_search, table
 from shardscope_widgets.memory import view as memory_view
-from shardscope_widgets.memory.repairs import describe_cost
+from shardscope_widgets.memory.repairs import describe_cost, name_changes
 
 GIB = 2**30
 
@@ -73,7 +73,7 @@ def test_chart_reserves_a_row_for_every_tier() -> None:
     assert list(read_bars(view)) == ["predicted"]
     assert {a.text for a in view.figure.layout.annotations} >= {
         "not rehearsed yet",
-        "no run of this plan yet",
+        "plan not run yet",
     }
 
 
@@ -639,3 +639,15 @@ def test_amount_that_rounds_to_zero_is_shown_as_below_the_smallest() -> None:
     assert [table._format_amount(number) for number in (0, 2048, 2**20, 2**30)] == [
         "0", "<0.0001", "0.00098", "1.00",
     ]  # fmt: skip
+
+
+def test_a_fit_names_its_changes_as_the_inputs_do() -> None:
+    plan = ss.Plan(
+        ss.models["llama-3.1-70b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
+    )
+    layout = ss.Layout.fsdp2(offload="cpu")
+    recipe = ss.Recipe(recompute="full", micro_batch_size=4)
+    fitting = ss.Plan(plan.architecture, plan.cluster, recipe, layout)
+    changes = tuple(str(one) for one in find_differences(plan, fitting))
+    fit = Fit(plan=fitting, changes=changes, bytes_won=1, seconds_lost=1.0)
+    assert name_changes(plan, fit) == "micro-batch 1 → 4, recompute none → full, offload none → CPU"

@@ -176,3 +176,34 @@ def test_every_decision_of_real_advice_is_shown() -> None:
     assert [kind for kind, _ in read_turns(view)] == [
         "ss-taken" if turn.taken else "ss-passed" for turn in advice.path
     ]
+
+
+def test_a_tight_recommendation_is_named_tight_with_what_to_do() -> None:
+    cluster, model = ss.Cluster.parse("8xh100-sxm-80gb"), ss.models["qwen3-30b-a3b"]
+    advice = ss.recommend(model, cluster, ss.Recipe())
+    assert advice.plan is not None and advice.plan.memory().is_tight
+    shown = strip_tags(AdviceView(advice).words.value)
+    assert "79.1 of 79.1 GiB, tight" in shown
+    assert "May run out of memory" in shown and "Checks can search for a plan with more room" in shown
+    assert all("also tight" in text for plan, text in advice.alternatives if plan.memory().is_tight)
+    kept = AdviceView(advice)
+    kept.mark(advice.plan)
+    assert "Keep the current plan" in kept.words.value and "May run out of memory" in kept.words.value
+    assert "ss-tight" not in AdviceView(build_advice()).words.value
+
+
+def test_a_tight_recommendation_names_the_alternative_with_more_room() -> None:
+    tight = build_plan(seq_len=7168)
+    roomy = build_plan(seq_len=7168, recompute="selective")
+    assert tight.memory().is_tight and not roomy.memory().is_tight
+    view = AdviceView(build_advice(plan=tight, alternatives=((roomy, "less memory."),)))
+    assert "apply FSDP2, selective recomputation: it has more room" in strip_tags(view.words.value)
+
+
+def test_missing_nvme_bandwidth_is_named_by_its_input() -> None:
+    layout = ss.Layout.zero(stage=3, offload_optimizer="nvme", offload_params="cpu")
+    advice = ss.recommend(ss.models["llama-3.1-70b"], ss.Cluster.parse("8xa100-sxm-40gb"), ss.Recipe())
+    assert advice.plan is not None and advice.plan.layout == layout
+    shown = strip_tags(AdviceView(advice).words.value)
+    assert "enter it under GPUs, More options, NVMe" in shown
+    assert "nvme_bandwidth" not in shown and "dataclasses" not in shown

@@ -593,3 +593,11 @@ def test_offload_has_one_wording_in_the_table_the_heading_and_the_pickers(layout
     studio.apply(replace(studio.plan, layout=layout))
     assert all(words in studio.layout_picker.answer for words in layout.offloaded)
     studio.close()
+
+
+def test_rows_of_tight_plans_are_marked(ranking: Any) -> None:
+    view = show_all_plans(ranking)
+    for index in read_row_indices(view):
+        row = view.table.value.partition(f"<tr data-act='apply:{index}'")[2].partition("</tr>")[0]
+        assert ("Tight:" in row) == ranking.plan(index).memory().is_tight
+    assert any(ranking.plan(index).memory().is_tight for index in read_row_indices(view))

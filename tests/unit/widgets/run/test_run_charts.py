@@ -79,7 +79,7 @@ def strip_markup(html: str) -> str:
 def test_every_metric_has_a_chart_and_every_prediction_a_line() -> None:
     view = show_finished_run(
         make_engine_run(
-            [make_record(step, rank, step_seconds=0.2 + rank) for step in range(3) for rank in (0, 1)]
+            [make_record(step, rank, step_seconds=0.2 + rank / 10) for step in range(3) for rank in (0, 1)]
         )
     )
     assert read_titles(view) == TITLES
@@ -348,6 +348,26 @@ def test_slow_first_step_is_clipped_and_its_value_shown_on_hover() -> None:
     top = view.figure.widget.layout[f"yaxis{axis}"].range[1]
     assert top < 1000 and max(line.y) < top, "the axis fits the other steps, and no line leaves the plot"
     assert line.customdata[0] == 9000 and "customdata" in line.hovertemplate
+
+
+def test_steps_that_take_over_a_second_are_in_seconds() -> None:
+    figure = RunFigure()
+    figure.start_run(1, EXPECTED, 40, ["step_seconds"])
+    figure.add_records([make_record(step, step_seconds=0.9) for step in range(8)])
+    (panel,) = [panel for panel in figure.charts if panel.metric == "step_seconds"]
+    assert figure.charts[panel][0] == "ms"
+    figure.add_records([make_record(step, step_seconds=2.5) for step in range(8, 20)])
+    assert figure.charts[panel] == ("s", 1.0)
+    layout = figure.widget.layout
+    assert "step time, s" in [note.text for note in layout.annotations]
+    (line,) = [trace for trace in figure.widget.data if trace.visible and "s<extra>" in trace.hovertemplate]
+    assert line.y[0] == pytest.approx(0.9) and line.y[-1] == pytest.approx(2.5)
+    assert line.customdata[-1] == pytest.approx(2.5) and "%{customdata:.4g} s" in line.hovertemplate
+    # The predicted line and the axis are in the same unit; a faster step later changes nothing.
+    assert 0.2 in [shape.y0 for shape in layout.shapes]
+    assert layout[line.yaxis.replace("y", "yaxis")].range[1] < 4
+    figure.add_records([make_record(step, step_seconds=0.9) for step in range(20, 40)])
+    assert figure.charts[panel] == ("s", 1.0)
 
 
 def test_annotations_are_outside_of_the_plots() -> None:

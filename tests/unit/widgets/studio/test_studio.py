@@ -774,3 +774,32 @@ def test_a_run_whose_folder_vanished_frees_the_launch_button(studio: Studio) -> 
     studio.launch.busy = True
     studio.run_events.report_ended(VanishedRun([]))  # type: ignore[arg-type]
     assert not studio.launch.busy
+
+
+def test_a_plan_applied_from_the_plans_tab_can_be_undone(studio: Studio) -> None:
+    before = studio.plan
+    other = ss.Plan(before.architecture, before.cluster, before.recipe, ss.Layout.zero(stage=3))
+    studio.plans.advice._on_apply(other)
+    assert studio.plan == other
+    assert "Applied DeepSpeed ZeRO-3" in studio.notice.value and "Undo" in studio.notice.value
+    studio.notice._handle_action("Undo")
+    assert studio.plan == before and not studio.notice.value
+    studio.plans.advice._on_apply(before)  # The current plan again: nothing to undo.
+    assert not studio.notice.value
+
+
+def test_the_reason_why_launch_is_off_is_shown_below_the_button(studio: Studio) -> None:
+    assert strip_tags(studio.launch.reason.value) == ""
+    studio.recipe.seq_len.value = "many"
+    assert studio.launch.button.disabled
+    assert strip_tags(studio.launch.reason.value).endswith("is off: Correct the input marked in red first.")
+
+
+def test_browse_buttons_tell_the_front_end_whether_they_are_open(studio: Studio) -> None:
+    inputs = studio.finetune.form.inputs
+    button = next(one for one in walk_widgets(inputs) if getattr(one, "description", "") == "Browse…")
+    assert "ss-expands" in button._dom_classes and "ss-expanded" not in button._dom_classes
+    button.click()
+    assert "ss-expanded" in button._dom_classes
+    button.click()
+    assert "ss-expanded" not in button._dom_classes

@@ -198,7 +198,9 @@ def describe_gain(name: str, evaluated: EvaluatedPlan, advised: EvaluatedPlan) -
         else "as much memory"
     )
     seconds, peak_bytes = evaluated.seconds or 0.0, evaluated.report.peak_bytes
-    tight = ", which is tight" if evaluated.report.is_tight and not advised.report.is_tight else ""
+    tight = ""
+    if evaluated.report.is_tight:
+        tight = ", also tight" if advised.report.is_tight else ", which is tight"
     return (
         f"{name}: {gain}, {memory} ({format_seconds(seconds)} per step, {format_gib(peak_bytes)} GiB{tight})."
     )

@@ -40,11 +40,14 @@ function say(error, where) {
   where.append(said);
 }
 
-/** Return what tells an element that takes the keyboard from the others.
+/** Return what tells an element that takes the keyboard from the others. An act with a number is a place in a list, where
+ * another row may be next time: then the name counts as well, or a second Enter would press what nobody chose.
  * @param {HTMLElement} one */
 function place(one) {
   if (one.hasAttribute("aria-expanded")) return `row ${one.closest("[data-opens]")?.dataset.opens}`;
-  return one.dataset.answer === undefined ? one.dataset.act : `answer ${one.dataset.answer}`;
+  const { act, answer } = one.dataset;
+  if (answer !== undefined) return `answer ${answer}`;
+  return /^(\w+:)?\d+$/.test(act) ? `${act} ${one.getAttribute("aria-label") ?? one.textContent}` : act;
 }
 
 /** Return what is sent of a press: a button beside a box of its own name sends what was typed there.

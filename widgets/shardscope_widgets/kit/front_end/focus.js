@@ -8,6 +8,15 @@ function nameOf(one) {
   return one.getAttribute("aria-label") || one.textContent.trim() || one.title;
 }
 
+/** Return whether `other` is `one` written anew. Buttons of several rows may be called "Apply": then it is the one that does the
+ * same. A name of its own also counts where the act is only a number, which changes with the order of the rows.
+ * @param {HTMLElement} other @param {HTMLElement} one @param {string} name the name that `one` had */
+function isSame(other, one, name) {
+  if (other.localName !== one.localName || nameOf(other) !== name) return false;
+  const { act } = one.dataset;
+  return other.dataset.act === act || (one.hasAttribute("aria-label") && /^(\w+:)?\d+$/.test(act));
+}
+
 /** @param {HTMLElement} one */
 function canHaveFocus(one) {
   return one.isConnected && !one.disabled && one.checkVisibility();
@@ -37,7 +46,7 @@ function keepFocus(root, signal) {
     const stopsIn = (box) => [...box.querySelectorAll(FOCUSABLE)].filter(canHaveFocus);
     const box = boxes.find((each) => canHaveFocus(each) && stopsIn(each).length);
     if (!box) return;
-    const same = stopsIn(box).find((other) => other.localName === one.localName && nameOf(other) === name);
+    const same = stopsIn(box).find((other) => isSame(other, one, name));
     if (!same && !box.hasAttribute("tabindex")) {
       box.tabIndex = -1;
       box.addEventListener("blur", () => box.removeAttribute("tabindex"), { once: true });

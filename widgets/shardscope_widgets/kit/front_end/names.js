@@ -37,6 +37,11 @@ function describeSign(sign) {
   setAttribute(sign.parentElement, "aria-expanded", isArrow ? String(classList.contains("fa-chevron-down")) : null);
 }
 
+/** Say whether what a button opens is open, where it has no arrow. @param {Element} button */
+function describeExpanding(button) {
+  setAttribute(button, "aria-expanded", String(button.classList.contains("ss-expanded")));
+}
+
 /** @param {Element} element @param {string} name @param {string | null} value null: none */
 function setAttribute(element, name, value) {
   if (element.getAttribute(name) === value) return;
@@ -52,6 +57,7 @@ function describeControls(root, signal) {
     root.querySelectorAll(".jupyter-widgets :is(input, select, textarea)").forEach(describeInput);
     root.querySelectorAll(".ss-seg").forEach(describeSegments);
     root.querySelectorAll(".jupyter-button > i").forEach(describeSign);
+    root.querySelectorAll(".jupyter-button.ss-expands").forEach(describeExpanding);
   };
   const observer = new MutationObserver(() => {
     frame ||= requestAnimationFrame(describeAll);

@@ -54,10 +54,10 @@ class LaunchButton:
         self.button = controls.create_button("Launch", "ss-button", "ss-main-button")
         self.button.on_click(lambda _: self.launch())
         self.note = controls.create_html("", "ss-hint")
-        # The keyboard does not reach a disabled button, nor its tooltip.
-        self.spoken_reason = controls.create_html("", "ss-off-screen")
+        # The keyboard does not reach a disabled button, nor its tooltip: the reason stands below it.
+        self.reason = controls.create_html("", "ss-launch-reason", "ss-hint")
         self.target = LaunchTarget(on_change=self.update_offer, on_options=on_options)
-        self.head = controls.stack_vertically(self.button, self.spoken_reason, self.target.head)
+        self.head = controls.stack_vertically(self.button, self.reason, self.target.head)
         self.head.add_class("ss-launch")
         self.free = FreeMemoryList()
         # A box around it: a front end of anywidget does not follow changes of its classes.
@@ -89,8 +89,12 @@ class LaunchButton:
         note = against or self.current.note
         self.button.tooltip = note or self.current.tooltip
         self.note.value = escape(note)
-        off = f"{self.button.description} is off: {note}" if self.button.disabled and note else ""
-        self.spoken_reason.value = f"<span data-said='launch'>{escape(off)}</span>"
+        off = ""
+        if self.button.disabled and note:
+            spoken = escape(f"{self.button.description} is off: ")
+            off = f"<span class='ss-off-screen'>{spoken}</span>{escape(note)}"
+        # Two lines of it are in sight, and all of it on hover and in the question Run.
+        self.reason.value = f"<span data-said='launch' title='{escape(note, quote=True)}'>{off}</span>"
 
     @property
     def task(self) -> Callable[[Context], object]:
