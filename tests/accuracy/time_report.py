@@ -22,7 +22,7 @@ from tests.accuracy.time_scoring import (
 )
 from tests.accuracy.uncalibrated_stacks import own_code_line, select_calibrated, uncalibrated_lines
 
-from shardscope.timing.report import PARTS
+from shardscope.timing.report import PARTS, format_part
 
 HEADING = "# How accurate the predicted step times are"
 _HOW = """\
@@ -192,7 +192,7 @@ def _by_part(score: TimeScore) -> str:
         "Median shares of the predicted steps. In parentheses: the rank correlation of a part's share with "
         "the signed error. Beyond ±0.5 the part is a likely cause of the error.",
         "",
-        "| source | " + " | ".join(name.replace("_", " ") for name in names) + " |",
+        "| source | " + " | ".join(format_part(name) for name in names) + " |",
         "|---" + "|---" * len(names) + "|",
     ]
     for source_name, rows in score.by_source.items():
@@ -234,9 +234,7 @@ def _describe_plan(row: TimeScored) -> str:
 def _format_largest(row: TimeScored) -> str:
     largest = sorted(row.report.parts.items(), key=lambda item: -item[1])[:4]
     return ", ".join(
-        f"{name.replace('_', ' ')} {100 * value / row.report.seconds:.0f} %"
-        for name, value in largest
-        if value
+        f"{format_part(name)} {100 * value / row.report.seconds:.0f} %" for name, value in largest if value
     )
 
 

@@ -84,8 +84,8 @@ def _describe_attention(plan: Plan, rates: Rates) -> str:
     arch, modules = plan.architecture, find_modules(plan)
     if is_unfused(arch, modules):
         return (
-            "every score, masked or not, as two plain products forward and four backward, at the speed of "
-            "matrices"
+            "every score, masked or not, as two plain matmuls forward and four backward, at the rate of "
+            "other matmuls"
         )
     # In a precision of its own: attention never runs in fp8.
     kernels = find_attention_kernels(arch, modules)

@@ -243,7 +243,7 @@ class StepReport:
         calls = "".join(f"; {one.describe(scale or self.scale)}" for one in self.sent if one.part == part)
         copies = self.staged.get(part)
         staged = f"; staged in its own memory: {show(copies)}" if copies else ""
-        return f"{name}, {show(exposed)}{overlapped}{formula}{calls}{staged}"
+        return f"{format_part(name)}, {show(exposed)}{overlapped}{formula}{calls}{staged}"
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per part: exposed and hidden seconds, and the share of the step."""

@@ -9,7 +9,7 @@ from textwrap import wrap
 import plotly.graph_objects as go
 
 from shardscope.core.number_format import Scale
-from shardscope.timing.report import PARTS, Part, StepReport, format_part
+from shardscope.timing.report import PARTS, Part, StepReport
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.pins import wrap_label
 from shardscope_widgets.kit.theme import FONT, MEASURED_COLOUR, PART_COLOURS, PART_PATTERNS
@@ -154,7 +154,7 @@ def _build_part_bars(shown: ShownStep, name: Part) -> dict[str, object]:
 
 def _write_part_tooltip(report: StepReport, name: Part, scale: Scale) -> str:
     # explain() begins with the part's Python name.
-    text = format_part(name) + report.explain(name, scale).removeprefix(name)
+    text = report.explain(name, scale)
     # plotly's tooltips do not wrap; a word such as all-gather stays in one piece.
     return "<br>".join(wrap(escape(text), 72, break_on_hyphens=False))
 

@@ -90,7 +90,8 @@ def test_hover_and_table_explain_every_part() -> None:
     report, view = plan.step(), StepView(plan)
     for trace, name in zip(view.figure.data, PARTS, strict=False):
         hover_words = unescape(trace.customdata[0].replace("<br>", " ")).split()
-        assert hover_words == (format_part(name) + report.explain(name).removeprefix(name)).split()
+        assert hover_words == report.explain(name).split()
+        assert " ".join(hover_words).startswith(f"{format_part(name)}, ")
     text = strip_tags(view.table.value)
     for name in PARTS:
         if report.parts[name] or report.hidden[name]:
