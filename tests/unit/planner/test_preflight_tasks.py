@@ -219,6 +219,14 @@ def test_ranks_that_read_the_same_text() -> None:
     assert find_by_name(plan, "ranks-read-the-same-text") is None
 
 
+def test_a_text_that_is_shorter_than_one_window(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("a short text")
+    task = ss.Pretrain(text=text, num_steps=1)
+    finding = find_by_name(make_plan(seq_len=4096), "ranks-read-the-same-text", task)
+    assert finding is not None and finding.severity == "danger" and "less than one window" in finding.why
+
+
 def test_tokens_of_the_users_text_are_estimated_from_its_bytes(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a" * 10_239)

@@ -133,6 +133,14 @@ def test_fault_38_one_nan_is_read_without_its_number(tmp_path: Path) -> None:
     assert "1 event read leniently" in notes_of(trace)
 
 
+def test_nested_arguments_with_nan_keep_their_event(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    nested = '{"a": ' * 600 + "NaN" + "}" * 600
+    path.write_text(path.read_text().replace('"args": {', f'"args": {{"deep": {nested}, ', 1))
+    trace = Trace.load(path)
+    assert len(trace) == NUM_EVENTS and "malformed" not in notes_of(trace)
+
+
 def test_lone_surrogates_become_replacement_characters(tmp_path: Path) -> None:
     path = write_rank(tmp_path, 0)
     events = json.loads(path.read_text())["traceEvents"]

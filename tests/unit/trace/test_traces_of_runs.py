@@ -234,3 +234,12 @@ def test_all_reduces_that_were_reduce_scatters_are_noted(framework: str, is_note
     (text,) = (one.text for one in trace.summary().findings if one.text.startswith("Exposed all-reduce"))
     page = " ".join(describe_collectives(trace).sentences)
     assert [("gloo runs them as all-reduces" in shown) for shown in (text, page)] == [is_noted] * 2
+
+
+def test_reduce_scatters_that_nccl_ran_are_not_among_gloos_all_reduces(tmp_path: Path) -> None:
+    path = next((RUNS / "fsdp2" / "traces").iterdir())
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    other = tmp_path / "rank0.json"
+    other.write_text(text.replace("gloo:all_gather", "nccl:reduce_scatter", 1))
+    sentences = describe_collectives(Trace.load(other)).sentences
+    assert not any("gloo runs them" in sentence for sentence in sentences)

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import NoReturn, TypeAlias, TypeVar
 
 Option = TypeVar("Option")
@@ -294,10 +295,13 @@ def warn_user(message: str) -> None:
     For warnings that several public functions reach by different numbers of calls.
     """
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_own(str(frame.f_globals.get("__name__"))):
+    while frame.f_back is not None and _get_package(frame) in ("shardscope", "shardscope_widgets"):
         level, frame = level + 1, frame.f_back
+    # In a thread of this project the next frame is the standard library's.
+    if _get_package(frame) in sys.stdlib_module_names:
+        level -= 1
     warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
-def _is_own(module: str) -> bool:
-    return module.partition(".")[0] in ("shardscope", "shardscope_widgets")
+def _get_package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -82,9 +82,10 @@ def name_rate_unit(cluster: ss.Cluster) -> str:
 
 _MISSING_INPUTS = {
     "Cluster.nvme_bandwidth_bytes_per_second": "the read bandwidth of a node's NVMe is not known; enter it "
-    "under GPUs, More options, NVMe",
+    "in the Studio under GPUs, More options, NVMe, or set nvme_bandwidth_bytes_per_second of the Cluster",
 }
-"""Field that a prediction lacks -> what is missing, and the Studio's input for it."""
+"""Field that a prediction lacks -> what is missing, and where to set it: a view may stand outside of the
+Studio."""
 
 
 def name_missing_input(error: FieldError) -> str:

@@ -23,7 +23,12 @@ from shardscope_widgets.kit.display_names import count_devices
 from shardscope_widgets.memory.fit_search import FitSearch, Result
 from shardscope_widgets.pickers.layout import LABELS as LAYOUT_LABELS
 from shardscope_widgets.pickers.layout import VALUE_LABELS
-from shardscope_widgets.pickers.recipe_choices import ADVANCED_LABELS
+from shardscope_widgets.pickers.recipe_choices import (
+    ADVANCED_LABELS,
+    CHOICE_LABELS,
+    LOSS_LABELS,
+    OPEN_LABELS,
+)
 
 MAX_CHIPS = 3
 PAUSE_SECONDS = 0.25
@@ -231,11 +236,13 @@ def _name_difference(difference: Difference) -> str:
     # "ZeRO stage" keeps its capitals.
     if label.partition(" ")[0][1:].islower():
         label = label[:1].lower() + label[1:]
-    shown = {repr(value): text for value, text in VALUE_LABELS.get(difference.field, {}).items()}
+    # The texts of the dropdowns, where the field has one.
+    of_recipe = LOSS_LABELS if difference.field == "loss" else CHOICE_LABELS
+    names = VALUE_LABELS.get(difference.field, of_recipe)
+    shown = {repr(value): text for value, text in names.items()}
+    unset = OPEN_LABELS.get(difference.field, "not set")
     before, after = (
-        shown.get(
-            repr(value), f"{value:,}" if type(value) is int else "not set" if value is None else str(value)
-        )
+        shown.get(repr(value), f"{value:,}" if type(value) is int else unset if value is None else str(value))
         for value in (difference.before, difference.after)
     )
     return f"{label} {before} → {after}"

@@ -35,6 +35,8 @@ WIDTH_FOR_TWO_LABELS = 280
 """Pixels of a chart whose title leaves room for both labels beside it; else the prediction alone is there."""
 FIRST_STEPS = 40.0
 FIRST_MINUTES = 1 / 6
+MIN_POINTS = 3
+"""Least number of points of a line from which their median decides the unit of a chart."""
 FEW_POINTS = 10
 """Lines with up to this many points have markers: a line of one point would be invisible."""
 ROOM = 1.15
@@ -197,18 +199,23 @@ class RunFigure:
             self._fit_axes()
 
     def _enlarge_units(self, panels: Iterable[Panel]) -> dict[tuple[int, int], Line]:
-        """Rescale charts whose values have outgrown their unit, such as steps of over 1,000 ms.
+        """Rescale charts whose usual values have outgrown their unit, such as steps of over 1,000 ms.
 
-        Return the rescaled lines. A unit never becomes smaller again.
+        Return the rescaled lines. A unit never becomes smaller again, so one slow step does not decide it.
         """
         rescaled: dict[tuple[int, int], Line] = {}
         for panel in panels:
             divisor = self._units[panel.metric][1]
-            unit = panel.choose_unit(self._find_highest(panel) * divisor)
+            slot = self._slots[panel.metric]
+            lines = [line.y for (other, _), line in self._lines.items() if other == slot]
+            if max(map(len, lines), default=0) < MIN_POINTS:
+                continue
+            values = np.abs(np.concatenate(lines))
+            known = values[np.isfinite(values)]
+            unit = panel.choose_unit(float(np.median(known)) * divisor) if len(known) else ("", 0.0)
             if unit[1] <= divisor:
                 continue
             self._units[panel.metric] = unit
-            slot = self._slots[panel.metric]
             for key, line in self._lines.items():
                 if key[0] == slot:
                     line.scale(divisor / unit[1])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.requirements import needs
 
@@ -408,6 +409,8 @@ def test_an_error_of_data_says_what_is_wrong_with_them(tmp_path: Path) -> None:
         preview_rows([{"prompt": 7, "completion": "Ahab"}])
     with pytest.raises(ValueError, match="data is 'an empty list'; allowed"):
         resolve_source("Finetune.data", [])
+    with pytest.raises(ValueError, match="data is 'ndarray'; allowed"):
+        resolve_source("Finetune.data", np.array(["a", "b"]))
     (tmp_path / "a.parquet").write_text("PAR1 and no more")
     with pytest.raises(ValueError, match=r"a readable \.parquet file: .*[^.]\. Nearest fix"):
         open_rows("Finetune.data", tmp_path / "a.parquet")

@@ -370,6 +370,15 @@ def test_steps_that_take_over_a_second_are_in_seconds() -> None:
     assert figure.charts[panel] == ("s", 1.0)
 
 
+def test_one_slow_step_does_not_change_the_unit() -> None:
+    figure = RunFigure()
+    figure.start_run(1, EXPECTED, 40, ["step_seconds"])
+    for step, seconds in enumerate((0.3, 4.0, *[0.05] * 30)):
+        figure.add_records([make_record(step, step_seconds=seconds)])
+    (panel,) = [panel for panel in figure.charts if panel.metric == "step_seconds"]
+    assert figure.charts[panel][0] == "ms"
+
+
 def test_annotations_are_outside_of_the_plots() -> None:
     view = show_finished_run(make_engine_run([make_record(step) for step in range(3)]))
     layout = view.figure.widget.layout

@@ -34,12 +34,18 @@ def check_text_length(case: Case) -> Iterator[Finding]:
         # The batch needs at least one micro-batch per pipeline stage; otherwise suggest a shorter seq_len.
         if largest < at_once * case.plan.degrees.pp:
             largest = 0
+        if windows:
+            why = (
+                f"A step takes {batch:,} windows of {recipe.seq_len:,} tokens, and the text has at most "
+                f"{windows:,}: in every step ranks read each about {batch / windows:.2g} times."
+            )
+        else:
+            why = f"The text has at most {tokens:,} tokens, less than one window of {recipe.seq_len:,}."
         yield Finding(
             name="ranks-read-the-same-text",
-            # Not "danger": the run ends, with the gradient of fewer sequences than it computes.
-            severity="warning",
-            why=f"A step takes {batch:,} windows of {recipe.seq_len:,} tokens, and the text has at most "
-            f"{windows:,}: in every step ranks read each about {batch / max(1, windows):.2g} times.",
+            # With any window the run ends, with the gradient of fewer sequences than it computes.
+            severity="warning" if windows else "danger",
+            why=why,
             number=batch / max(1, windows),
             change=f"global_batch_size={largest}" if largest else f"A longer text, or seq_len={shorter}",
             plan=replace_plan_fields(

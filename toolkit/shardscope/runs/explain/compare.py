@@ -336,7 +336,7 @@ def _render_table(lines: Sequence[dict[str, object]], columns: Sequence[str]) ->
         for texts in zip(*cells.values(), strict=True)
     )
     size = 100 / (COLUMN_EM * len(cells))
-    table = TABLE.replace("collapse'", f"collapse;font-size:clamp(6px,{size:.2f}cqw,13px)'")
+    table = TABLE.replace("collapse'", f"collapse;font-size:clamp(8px,{size:.2f}cqw,13px)'")
     return f"{WIDE_BOX}{table}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
 
 

@@ -38,6 +38,7 @@ KINDS = (
 UNKNOWN_KIND = "communication"
 """Kind of a call of which neither the name nor the arguments say what it does."""
 _REDUCE_SCATTER = re.compile(r"c10d::_?reduce_scatter")
+_RUN_REDUCE_SCATTER = re.compile(r"\w+:_?reduce_scatter|[nr]ccl\w*ReduceScatter")
 _ANNOTATION = re.compile(r"(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(\w+)")
 
 
@@ -285,8 +286,13 @@ def find_gloo_note(trace: Trace) -> str:
     """Return a sentence on reduce-scatters that gloo recorded as all-reduces; empty if there are none."""
     # ProcessGroupGloo has no reduce-scatter: it reduces the whole vector, and each rank keeps its shard
     # (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced).
-    requested = any(_REDUCE_SCATTER.match(name) for name in trace.names)
-    if not requested or "gloo:all_reduce" not in trace.names or "gloo:reduce_scatter" in trace.names:
+    requested = any(map(_REDUCE_SCATTER.match, trace.names))
+    # Beside gloo, NCCL may have run them.
+    if (
+        not requested
+        or "gloo:all_reduce" not in trace.names
+        or any(map(_RUN_REDUCE_SCATTER.match, trace.names))
+    ):
         return ""
     return "Reduce-scatters, such as FSDP2's, are among the all-reduces: gloo runs them as all-reduces."
 

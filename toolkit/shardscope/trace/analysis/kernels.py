@@ -204,9 +204,9 @@ def find_gpu(name: str | None) -> Gpu | None:
     return None
 
 
-def shorten_name(name: str) -> str:
+def shorten_name(name: str, max_characters: int = NAME_CHARACTERS) -> str:
     """Return a name for a sentence: kernels of templates have hundreds of characters."""
-    return name if len(name) <= NAME_CHARACTERS else f"{name[: NAME_CHARACTERS - 1].rstrip(' ,')}…"
+    return name if len(name) <= max_characters else f"{name[: max_characters - 1].rstrip(' ,')}…"
 
 
 def find_kinds(trace: Trace) -> npt.NDArray[np.int32]:

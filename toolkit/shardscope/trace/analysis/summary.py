@@ -16,6 +16,7 @@ from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.breakdown import BreakdownRow, StepRow
 from shardscope.trace.analysis.causes import Cause, find_causes, format_number_of
 from shardscope.trace.analysis.collectives import measure_step
+from shardscope.trace.analysis.kernels import shorten_name
 from shardscope.trace.analysis.stragglers import find_stragglers
 from shardscope.trace.analysis.suggestions import suggest_change
 from shardscope.trace.nesting import compute_union_ns
@@ -135,7 +136,10 @@ class TraceSummary:
     def __str__(self) -> str:
         lines = [*self.sentences, "", "Most self time:"]
         for row in self.operators:
-            name, seconds = row["name"][:MAX_NAME_CHARACTERS], format_seconds(row["self_seconds"])
+            name, seconds = (
+                shorten_name(row["name"], MAX_NAME_CHARACTERS),
+                format_seconds(row["self_seconds"]),
+            )
             lines.append(f"  {name}: {seconds} in {format_count(row['slices'], 'call')}")
         return "\n".join(lines if self.operators else self.sentences)
 
@@ -147,7 +151,7 @@ class TraceSummary:
         items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.sentences)
         names = [
             (
-                row["name"][:MAX_NAME_CHARACTERS],
+                shorten_name(row["name"], MAX_NAME_CHARACTERS),
                 row["slices"],
                 format_seconds(row["self_seconds"]),
                 format_seconds(row["total_seconds"]),

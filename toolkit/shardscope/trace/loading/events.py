@@ -40,6 +40,7 @@ _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
 # A backslash that ends a string, as in "C:\dir\", escapes the quote: what follows looks like the next key.
 _LAST_BACKSLASH = re.compile(r'(?<!\\)\\"(?=\s*(?:,\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|bp|s)"\s*:|\}))')
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _ARGS_KEY = re.compile(rb',\s*"args"\s*:')
 
 
@@ -125,7 +126,10 @@ def _double_backslash(match: re.Match[str]) -> str:
 def _decode_leniently(text: str) -> Event | None:
     try:
         data = json.loads(text, strict=False)
-        return _LAX.decode(msgspec.json.encode(_replace_surrogates(data)))
+        # Only where there may be one: walking the values takes a frame for each level of nesting.
+        if _SURROGATE_ESCAPE.search(text):
+            data = _replace_surrogates(data)
+        return _LAX.decode(msgspec.json.encode(data))
     except (ValueError, OverflowError, *UNREADABLE):
         return None
 

@@ -107,7 +107,7 @@ def resolve_source(field: str, source: object) -> object:
         is_dict = type(source).__name__ == "DatasetDict"
         refuse(
             field,
-            "an empty list" if source == [] else type(source).__name__,
+            "an empty list" if isinstance(source, list) and not source else type(source).__name__,
             ALLOWED,
             'one of its splits, such as data["train"]' if is_dict else "a path",
         )

@@ -1,0 +1,19 @@
+"""Tests of warnings: they name the line of the user's code."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+from shardscope.core.errors import warn_user
+
+
+def test_a_warning_in_a_thread_of_ours_does_not_name_the_standard_library() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_user("here")
+        thread = threading.Thread(target=warn_user, args=("in a thread",))
+        thread.start()
+        thread.join()
+    assert [str(one.message) for one in caught] == ["here", "in a thread"]
+    assert caught[0].filename == __file__ and "threading" not in caught[1].filename
