@@ -81,11 +81,11 @@ def name_rate_unit(cluster: ss.Cluster) -> str:
 
 
 _MISSING_INPUTS = {
-    "Cluster.nvme_bandwidth_bytes_per_second": "the read bandwidth of a node's NVMe is not known; enter it "
-    "in the Studio under GPUs, More options, NVMe, or set nvme_bandwidth_bytes_per_second of the Cluster",
+    "Cluster.nvme_bandwidth_bytes_per_second": "the read bandwidth of a node's NVMe is not known; the Studio "
+    "asks for it under GPUs, More options, NVMe",
 }
-"""Field that a prediction lacks -> what is missing, and where to set it: a view may stand outside of the
-Studio."""
+"""Field that a prediction lacks -> what is missing, and the Studio's input for it. A view may stand outside of
+the Studio."""
 
 
 def name_missing_input(error: FieldError) -> str:

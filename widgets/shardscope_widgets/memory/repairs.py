@@ -132,8 +132,9 @@ class RepairsPanel(widgets.VBox):
             self.fit_words.value = escape(str(fit) or type(fit).__name__)
             return
         self._fit = fit
-        self.make_it_fit.layout.display = "" if fit is not None else "none"
+        # The words first: the button applies what they say.
         self.fit_words.value = escape(describe_no_fit(plan) if fit is None else describe_fit(plan, fit))
+        self.make_it_fit.layout.display = "" if fit is not None else "none"
 
     def _show_chips(self, heading: str, is_short: bool = False) -> None:
         self.words.value = heading

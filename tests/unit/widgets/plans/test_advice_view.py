@@ -205,5 +205,5 @@ def test_missing_nvme_bandwidth_is_named_by_its_input() -> None:
     advice = ss.recommend(ss.models["llama-3.1-70b"], ss.Cluster.parse("8xa100-sxm-40gb"), ss.Recipe())
     assert advice.plan is not None and advice.plan.layout == layout
     shown = strip_tags(AdviceView(advice).words.value)
-    assert "enter it under GPUs, More options, NVMe" in shown
+    assert "GPUs, More options, NVMe" in shown
     assert "nvme_bandwidth" not in shown and "dataclasses" not in shown
