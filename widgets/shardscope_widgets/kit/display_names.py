@@ -84,8 +84,8 @@ _MISSING_INPUTS = {
     "Cluster.nvme_bandwidth_bytes_per_second": "the read bandwidth of a node's NVMe is not known; the Studio "
     "asks for it under GPUs, More options, NVMe",
 }
-"""Field that a prediction lacks -> what is missing, and the Studio's input for it. A view may stand outside of
-the Studio."""
+"""Field that a prediction lacks -> what is missing, and the Studio's input for it: a view may stand outside
+of the Studio."""
 
 
 def name_missing_input(error: FieldError) -> str:
