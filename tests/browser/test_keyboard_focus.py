@@ -38,6 +38,14 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
     page.close()
 
 
+def show_cell(lab: Lab, browser: Any, name: str, cell: str) -> Any:
+    """Open a notebook of one cell, and run it."""
+    write_notebook(lab, name, cell)
+    page = open_notebook(lab, browser, name)
+    run_all_cells(page, 1)
+    return page
+
+
 def press(page: Any, button: Any, key: str = "Enter") -> None:
     """Press a button with the keyboard, and wait until the kernel has answered."""
     button.wait_for()
@@ -119,9 +127,7 @@ view"""
 
 
 def test_rows_of_a_table_are_one_stop_each_and_enter_presses_it(lab: Lab, browser: Any) -> None:
-    write_notebook(lab, "rows.ipynb", TABLE)
-    page = open_notebook(lab, browser, "rows.ipynb")
-    run_all_cells(page, 1)
+    page = show_cell(lab, browser, "rows.ipynb", TABLE)
     view = page.locator(".ss-root")
     first = view.get_by_role("button", name="one")
     expect(first).to_have_attribute("tabindex", "0")
@@ -162,9 +168,7 @@ view"""
 
 
 def test_focus_stays_with_its_row_when_rows_move_or_go(lab: Lab, browser: Any) -> None:
-    write_notebook(lab, "redrawn.ipynb", REDRAWN)
-    page = open_notebook(lab, browser, "redrawn.ipynb")
-    run_all_cells(page, 1)
+    page = show_cell(lab, browser, "redrawn.ipynb", REDRAWN)
     view = page.locator(".ss-root")
     press(page, view.get_by_role("button", name="Apply gamma"))
     expect(view.get_by_role("button", name="Apply gamma")).to_be_focused()

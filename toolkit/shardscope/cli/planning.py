@@ -205,7 +205,7 @@ def _choose_plan(ranking: Ranking) -> int:
     rows = ranking.order
     if not len(rows):
         return 0
-    easy = 100 * ranking.peak_bytes[rows] <= TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu
+    easy = ~ranking.is_tight[rows]
     # A plan that needs host memory of unknown size is no safer than a tight one.
     easy &= ranking.is_room_known[rows]
     easy &= ranking.get_step_seconds(rows) <= SAFE * ranking.get_step_seconds(rows[:1])

@@ -58,7 +58,7 @@ class StepProfile(Protocol):
     def step(self) -> None: ...
     @property
     def written(self) -> bool:
-        """Whether the trace is on disk."""
+        """Return whether the trace is on disk."""
 
 
 class TrainingContext(Context, Protocol):

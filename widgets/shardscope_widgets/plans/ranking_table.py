@@ -110,8 +110,7 @@ def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | Non
 def _render_free(ranking: Ranking, index: int) -> str:
     """Return the cell with the GiB that a plan leaves free, marked as in the verdict if it is tight."""
     free = format_gib(int(ranking.headroom_bytes[index]))
-    # "is_tight" of the plan's report, without computing that.
-    if 100 * int(ranking.peak_bytes[index]) <= TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu:
+    if not ranking.is_tight[index]:
         return f"<td>{free}</td>"
     why = f"Tight: of runs that need over {TIGHT_PERCENT} % of the memory some run out of it"
     mark = f"<span class='ss-tight'><span aria-hidden='true'>!</span><span class='ss-off-screen'>{why}</span>"

@@ -19,7 +19,7 @@ SHARE = 0.98
 
 
 class Agreement:
-    """Whether all ranks log the same values of one metric, as for a loss that is averaged over them.
+    """Comparison of the values of one metric over all ranks, which are equal for an averaged loss.
 
     Values are compared at equal steps. A rank that was never compared does not agree: of a long run only a
     sample of the lines is read.

@@ -11,7 +11,6 @@ import numpy as np
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
-from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice import descriptions
 from shardscope.planner.advice.plan_evaluator import (
     PAYS,
@@ -74,7 +73,7 @@ def find_simplest(
     The advised plan is a more complex one only if that is clearly faster (:data:`PAYS`), as with the
     questions, or if the simplest is tight, needs memory of unknown size or cannot be launched here.
     """
-    feasible, is_tight = ranking.is_feasible, _find_tight(ranking)
+    feasible, is_tight = ranking.is_feasible, ranking.is_tight
     simplest = _climb(evaluator, ranking, np.flatnonzero(feasible), familiar, max_levels=1)
     if simplest is None:
         return None
@@ -142,7 +141,7 @@ def find_better(
     # Memory that stays free is no reason for a plan that is clearly slower; a tight plan may not run at all,
     # so a looser one may cost as much as recomputation could.
     most = advised.seconds * SAFE if advised.report.is_tight else advised.seconds / PAYS
-    as_loose = simple & ~_find_tight(ranking)[rows] & (seconds < most)
+    as_loose = simple & ~ranking.is_tight[rows] & (seconds < most)
     rows = rows[(better & counts & (simple | one_more)) | as_loose]
     launched = _find_first_launched(evaluator, ranking, rows)
     if launched is not None or is_trained(advised.plan) or not len(rows):
@@ -267,14 +266,8 @@ def _list_rows_with_room(ranking: Ranking, advised: EvaluatedPlan) -> NDArray[np
     )
     wanted = ranking.is_feasible & (ranking.is_room_known | needs_no_more)
     if not advised.report.is_tight:
-        wanted = wanted & ~_find_tight(ranking)
+        wanted = wanted & ~ranking.is_tight
     return np.flatnonzero(wanted)
-
-
-def _find_tight(ranking: Ranking) -> NDArray[np.bool_]:
-    """Return the mask of the plans that are tight (``MemoryReport.is_tight``)."""
-    tight: NDArray[np.bool_] = 100 * ranking.peak_bytes > TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu
-    return tight
 
 
 def _sort_by_simplicity(

@@ -10,7 +10,6 @@ from shardscope.core.errors import check_choice
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.frameworks.search_grid import MICRO_BATCH_SIZE
-from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.plan_evaluator import has_offload
 from shardscope.planner.search.candidates import Candidates, list_candidates
 from shardscope.planner.search.search import rank_candidates
@@ -99,8 +98,7 @@ def _find_fitting_rows(ranking: Ranking, micro_batch_size: int | None) -> NDArra
     fitting = ranking.is_feasible & _find_rows_inside_a_node(ranking)
     if micro_batch_size is not None:
         fitting = fitting & (ranking.column(MICRO_BATCH_SIZE) == micro_batch_size)
-    # Over this share of the memory some measured runs ran out of it (TIGHT_PERCENT).
-    easy = fitting & (100 * ranking.peak_bytes <= TIGHT_PERCENT * ranking.cluster.usable_bytes_per_gpu)
+    easy = fitting & ~ranking.is_tight
     for wanted in (easy & ranking.is_room_known, fitting & ranking.is_room_known):
         if wanted.any():
             return np.flatnonzero(wanted)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardscope.frameworks.registry import frameworks, is_trained
-from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.plan_evaluator import PAYS, SAFE
 from shardscope.planner.differences import find_differences
 from shardscope.planner.memory_needs import WHILE_BUILT, list_memory_needs
@@ -163,7 +162,7 @@ def _list_searched_plans(plan: Plan, names: Sequence[str]) -> list[Plan]:
         ranking = alternative
     # Take plans of each verdict: the fastest ones alone might all be tight, or all need unknown memory.
     feasible, known = ranking.is_feasible, ranking.is_room_known
-    easy = 100 * ranking.peak_bytes <= TIGHT_PERCENT * plan.cluster.usable_bytes_per_gpu
+    easy = ~ranking.is_tight
     plans: list[Plan] = []
     launched = is_trained(plan)
     for wanted in (feasible & known & easy, feasible & known & ~easy, feasible & ~known):

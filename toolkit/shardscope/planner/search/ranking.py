@@ -161,6 +161,17 @@ class Ranking:
         return find_fitting(self.lacks)
 
     @cached_property
+    def is_tight(self) -> NDArray[np.bool_]:
+        """Mask of the plans that need over 80 % of the GPU's memory, shape ``(num_evaluated,)``.
+
+        Of such runs some run out of memory: :data:`~shardscope.memory.overheads.libraries.TIGHT_PERCENT`.
+        """
+        is_tight: NDArray[np.bool_] = (
+            100 * self.peak_bytes > TIGHT_PERCENT * self.cluster.usable_bytes_per_gpu
+        )
+        return is_tight
+
+    @cached_property
     def order(self) -> NDArray[np.int64]:
         """Return the rows of feasible plans: the simplest of those within 1 % of the fastest first, then by
         speed; plans that need memory of unknown size come last."""
@@ -431,9 +442,10 @@ class Ranking:
                 float(line["tokens_per_second_per_gpu"]),
                 float(line["step_seconds"]),
                 round(float(line["peak_bytes"]) / 2**30, 1),
-                self._judge_fit(int(line["peak_bytes"]), is_feasible=bool(line["feasible"])),
+                # As in the command line's table.
+                "no" if not line["feasible"] else "tight" if is_tight else "yes",
             )
-            for _, line in frame.iterrows()
+            for (_, line), is_tight in zip(frame.iterrows(), self.is_tight[frame.index], strict=True)
         ]
         head = (
             "framework", "layout", "recompute", "micro-batch", "degrees", "tokens/s per GPU",
@@ -442,13 +454,6 @@ class Ranking:
         caption = f"{self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}"
         unknown_memory = f"<p>{escape(self.unknown_memory)}</p>" if self.unknown_memory else ""
         return render_html_table(head, rows, f"{caption}; the best {len(rows)}") + unknown_memory
-
-    def _judge_fit(self, peak_bytes: int, *, is_feasible: bool) -> str:
-        """Return "yes", "no", or "tight" as in the command line's table."""
-        if not is_feasible:
-            return "no"
-        is_tight = 100 * peak_bytes > TIGHT_PERCENT * self.cluster.usable_bytes_per_gpu
-        return "tight" if is_tight else "yes"
 
     def __repr__(self) -> str:
         unknown_memory = f" {self.unknown_memory}" if self.unknown_memory else ""
