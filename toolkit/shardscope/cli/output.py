@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
+import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -18,7 +21,13 @@ MIN_WIDTH = 8
 
 def print_json(value: object) -> None:
     """Print ``value`` as one JSON document. Numbers that JSON does not have are null."""
-    print(json.dumps(_clean(value), indent=2, ensure_ascii=False))
+    document = _clean(value)
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    # JSON is UTF-8: in other locales, and for paths that are no UTF-8, only its own escapes are valid.
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+    if not is_utf8 or any("\ud800" <= letter <= "\udfff" for letter in text):
+        text = json.dumps(document, indent=2)
+    print(text)
 
 
 def _clean(value: object) -> object:
@@ -52,8 +61,15 @@ def print_text(text: str, indent: str = "") -> None:
 
 
 def print_error(text: str) -> None:
-    """Print lines on standard error."""
-    print(text, file=sys.stderr)
+    """Print lines on standard error, if it can be written."""
+    # An exit code is not lost because the disk of its log is full.
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def discard_output() -> None:
+    """Write what is still to come to nowhere: Python would complain at its end about a closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_fields(fields: Mapping[str, object]) -> None:

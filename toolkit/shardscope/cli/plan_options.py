@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -172,14 +173,39 @@ def build_layout(option: str, name: str, **fields: object) -> Layout:
 def _read_stored_plan(name: str) -> Plan:
     """Read a plan's JSON. Raises ``ValueError`` or ``OSError``."""
     if name == "-":
-        return ss.Plan.from_json(sys.stdin.read())
-    path = Path(name)
+        # A closed standard input is None.
+        return _parse_plan("standard input", sys.stdin.buffer.read() if sys.stdin else b"")
+    path = Path(name).expanduser()
     path = path / PLAN_FILE if path.is_dir() else path
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except FileNotFoundError:
         refuse("plan", name, f"the path of a {PLAN_FILE} or its folder", "--model NAME --cluster NAME")
+    return _parse_plan(str(path), content)
+
+
+def _parse_plan(name: str, content: bytes) -> Plan:
+    """Return the plan of a JSON text, whose errors name the file: a script reads many."""
+    try:
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         allowed = f"a {PLAN_FILE} in UTF-8; byte {error.start} of this file is none"
         refuse("plan", name, allowed, "--out plan.json, which writes one")
-    return ss.Plan.from_json(text)
+    try:
+        return ss.Plan.from_json(text)
+    except ValueError as error:
+        if fields := _find_plan_field(text):
+            allowed = f"a {PLAN_FILE}: this is the output of --json, whose field {fields!r} is one"
+            refuse("plan", name, allowed, f"jq .{fields}")
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _find_plan_field(text: str) -> str | None:
+    """Return the field with the plan in an output of ``plan --json`` or ``search --json``; None otherwise."""
+    with suppress(ValueError, RecursionError):
+        document = json.loads(text)
+        for field in ("plan", "best"):
+            stored = document.get(field) if isinstance(document, dict) else None
+            if isinstance(stored, dict) and stored.get("shardscope") == "Plan":
+                return field
+    return None

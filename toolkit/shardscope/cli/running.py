@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.cli.output import print_error, print_fields, print_json, print_table, print_text
+from shardscope.cli.output import (
+    discard_output,
+    print_error,
+    print_fields,
+    print_json,
+    print_table,
+    print_text,
+)
 from shardscope.cli.plan_options import (
     FIELDS_METAVAR,
     add_plan_options,
@@ -201,6 +208,8 @@ def list_runs(options: argparse.Namespace) -> int:
     records = ss.runs(options.folder).to_frame().to_dict("records")
     if options.json:
         print_json(records)
+        if missing := describe_missing_folder(Path(options.folder)):
+            print_error(f"No runs in {options.folder}{missing}.")
     elif not records:
         print_text(f"No runs in {options.folder}{describe_missing_folder(Path(options.folder))}.")
     else:
@@ -284,7 +293,8 @@ def _find_run(source: str) -> Run:
     from shardscope.runs.summaries import find_run_folders
 
     path = _find_path(source)
-    if not path.exists():
+    # An empty variable of a script would be the current folder.
+    if not source or not path.exists():
         similar = find_similar(source, [folder.name for folder in find_run_folders(Path(RUNS))])
         allowed = f"the folder of a run, or its name in ./{RUNS}: it does not exist"
         refuse("run", source, allowed, similar or "`shardscope runs`, which lists them")
@@ -293,26 +303,41 @@ def _find_run(source: str) -> Run:
 
 def _follow(run: Run, as_json: bool) -> int:
     """Print status changes and steps until the run ends. Return the exit code."""
-    reader, status = run.follow(), ""
-    while True:
-        current = run.status
-        if not as_json and current != status and current not in FINAL:
-            print_text(f"{current}: {run.reason}" if run.reason else current, "  ")
-        # One line for all steps since the last look, of rank 0 alone: the others log the same steps.
-        steps = [one for one in reader.read() if one.get("rank") == 0 and "loss" in one]
-        if steps and not as_json:
-            print(_describe_step(run, steps[-1]), flush=True)
-        status = current
-        if status in FINAL and not reader.is_behind:
-            break
-        time.sleep(POLL_SECONDS)
-    _print_run(run, as_json)
+    try:
+        status = _print_until_end(run, as_json)
+        _print_run(run, as_json)
+    except BrokenPipeError:
+        # The reader, such as head, has enough. That is no success of a run that has not ended.
+        discard_output()
+        status = run.status
+        if status not in FINAL:
+            print_error(f"{run.name} {status}: no longer waited for, because the reader of the output ended")
+            return 1
     if status == "finished":
         return 0
     print_error(
         f"{run.name} {status}: {run.reason}" + (f"\n{run.error}" if run.error and not as_json else "")
     )
     return 1
+
+
+def _print_until_end(run: Run, as_json: bool) -> str:
+    """Print status changes and steps until the run ends. Return its final status."""
+    reader, status = run.follow(), ""
+    while True:
+        current = run.status
+        if not as_json and current != status and current not in FINAL:
+            print_text(f"{current}: {run.reason}" if run.reason else current, "  ")
+            # A job may be queued for days: a pipe would show that with the first step.
+            sys.stdout.flush()
+        # One line for all steps since the last look, of rank 0 alone: the others log the same steps.
+        steps = [one for one in reader.read() if one.get("rank") == 0 and "loss" in one]
+        if steps and not as_json:
+            print(_describe_step(run, steps[-1]), flush=True)
+        status = current
+        if status in FINAL and not reader.is_behind:
+            return status
+        time.sleep(POLL_SECONDS)
 
 
 def _describe_step(run: Run, record: Mapping[str, object]) -> str:
