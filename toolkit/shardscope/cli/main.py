@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 import warnings
-from pathlib import Path
 
 from shardscope.cli import planning, running
 from shardscope.cli.output import discard_output, print_error
@@ -53,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     options, unknown = build_parser().parse_known_args(arguments)
     # A warning's file and line are those of our code, of no use here.
     warnings.showwarning = lambda message, *_, **__: print_error(f"warning: {message}")
-    code = 0
+    code: int = 0
     try:
         _check_unknown(options.parser, unknown)
         code = options.run(options)
@@ -76,7 +74,7 @@ def _prepare_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             # Daemons close them (``>&-``), and ``print(file=None)`` of an error would be standard output.
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+            setattr(sys, name, io.StringIO())
         elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             # A path or a model's name may have characters that an ASCII locale lacks.
             stream.reconfigure(errors="backslashreplace")
