@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import refuse
+from shardscope.core.errors import Value, refuse
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
@@ -71,9 +72,11 @@ FSDP_KEYS = (
     "offload_params",
     "activation_checkpointing",
     "sharding_strategy",
+    "auto_wrap_policy",
 )
+WRAP_POLICY = "TRANSFORMER_BASED_WRAP"
+"""The policy that shards each decoder layer, as a plan does."""
 OTHER_FSDP: Mapping[str, object] = {
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_transformer_layer_cls_to_wrap": None,
     "fsdp_min_num_params": None,
     "fsdp_backward_prefetch": None,
@@ -103,10 +106,12 @@ OTHER_PARALLEL: Mapping[str, object] = {
 STRATEGIES = {
     "FULL_SHARD": "fsdp_version: 2 with fsdp_reshard_after_forward: true",
     "SHARD_GRAD_OP": "fsdp_version: 2 with fsdp_reshard_after_forward: false",
-    "HYBRID_SHARD": "fsdp_version: 2 with parallelism_config_dp_replicate_size",
     "NO_SHARD": "distributed_type: MULTI_GPU",
+    "HYBRID_SHARD": "fsdp_version: 2 with parallelism_config_dp_replicate_size",
+    "HYBRID_SHARD_ZERO2": "fsdp_version: 2 with parallelism_config_dp_replicate_size and "
+    "fsdp_reshard_after_forward: false",
 }
-"""FSDP1's strategies -> the equivalent options of FSDP2."""
+"""FSDP1's strategies, in the order of their numbers -> the equivalent options of FSDP2."""
 INLINE_DEEPSPEED = {
     "zero_stage": ("stage",),
     "offload_optimizer_device": ("offload_optimizer", "device"),
@@ -141,6 +146,7 @@ def read(
     """Read a plan; see :meth:`shardscope.core.plan.Plan.from_accelerate`."""
     # ``accelerate launch`` reads both formats. An unknown key is an error: if misspelled, it has no effect.
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
+    _check_old_formats(document)
     read_sections = READ_SECTIONS.get(str(document.get("distributed_type")), ())
     unread_sections: Mapping[str, object] = {name: {} for name in SECTIONS if name not in read_sections}
     document.check_keys((), (*TOP_LEVEL, *read_sections), {**OTHER_TOP_LEVEL, **unread_sections})
@@ -186,6 +192,17 @@ def read(
     )
 
 
+def _check_old_formats(document: Document) -> None:
+    """Raise ``ValueError`` for SageMaker's files, and for a precision as accelerate wrote it before 0.11."""
+    if document.get("compute_environment") == "AMAZON_SAGEMAKER":
+        allowed = "LOCAL_MACHINE: a file for SageMaker has other keys"
+        document.refuse(("compute_environment",), allowed, Value("LOCAL_MACHINE"))
+    # accelerate still converts it (commands/config/config_args.py, ``process_config``).
+    if document.read_flag("fp16") is not None:
+        fix = "mixed_precision: fp16" if document.read_flag("fp16") else "leave it out"
+        document.refuse(("fp16",), "nothing: mixed_precision has replaced it", fix)
+
+
 def _check_ranks(document: Document, parts: PlanParts) -> None:
     """Raise ``ValueError`` if the file's processes, machines or ``use_cpu`` contradict the cluster."""
     # ClusterConfig's default of num_processes is -1, for a number that the command line gives.
@@ -221,14 +238,8 @@ def _read_fsdp(document: Document, parts: PlanParts) -> tuple[Fsdp2Layout, FileF
     part = "fsdp_config"
     document.check_keys((part,), [f"fsdp_{name}" for name in FSDP_KEYS], OTHER_FSDP)
     document.check_keys(("parallelism_config",), PARALLEL_KEYS.values(), OTHER_PARALLEL)
-    # FSDP1 has a sharding strategy instead of a version; the fix is the option of FSDP2 with the same effect.
-    version = document.read_number(part, "fsdp_version", low=1, high=2)
-    strategy = document.get(part, "fsdp_sharding_strategy")
-    if version != 2 or strategy is not None:
-        replacement = STRATEGIES.get(str(strategy), STRATEGIES["FULL_SHARD"])
-        key = "fsdp_version" if document.get(part, "fsdp_version") is not None else "fsdp_sharding_strategy"
-        allowed = "2: FSDP1 cannot be planned" if key == "fsdp_version" else "nothing: FSDP2 has none"
-        document.refuse((part, key), allowed, replacement)
+    _check_version(document)
+    _check_wrap_policy(document)
     stored = parts.layout if isinstance(parts.layout, Fsdp2Layout) else None
     layout_fields = _read_degrees(document, stored, parts.cluster)
 
@@ -243,6 +254,52 @@ def _read_fsdp(document: Document, parts: PlanParts) -> tuple[Fsdp2Layout, FileF
     offload = "cpu" if document.read_flag(part, "fsdp_offload_params") else None
     layout_fields["offload"] = ((part, "fsdp_offload_params"), offload)
     return stored or Fsdp2Layout(), layout_fields
+
+
+def _check_version(document: Document) -> None:
+    """Raise ``ValueError`` for FSDP1; the fix are the options of FSDP2 with the same effect."""
+    part, strategy_key = "fsdp_config", "fsdp_sharding_strategy"
+    version = document.read_number(part, "fsdp_version", low=1, high=2)
+    strategy = document.get(part, strategy_key)
+    if version == 2:
+        if strategy is not None:
+            replacement = _find_replacement(strategy)
+            document.refuse((part, strategy_key), "nothing: FSDP2 has none, and ignores it", replacement)
+        return
+    # A newer FSDP1 file has the strategy under the key that is a flag of FSDP2.
+    reshard = document.get(part, "fsdp_reshard_after_forward")
+    replacement = _find_replacement(reshard if strategy is None else strategy)
+    if version is None and strategy is not None:
+        document.refuse((part, strategy_key), "nothing: FSDP2 has none", replacement)
+    allowed = "2: FSDP1, which is also what Accelerate takes without it, cannot be planned"
+    document.refuse((part, "fsdp_version"), allowed, replacement)
+
+
+def _find_replacement(strategy: object) -> str:
+    """Return FSDP2's options for a strategy of FSDP1, which has a name and a number from 1."""
+    text, names = str(strategy).upper(), list(STRATEGIES)
+    number = int(text) if text.isdecimal() and len(text) == 1 else 0
+    name = names[number - 1] if 1 <= number <= len(names) else text
+    return STRATEGIES.get(name, STRATEGIES["FULL_SHARD"])
+
+
+def _check_wrap_policy(document: Document) -> None:
+    """Warn if Accelerate would not shard the model layer by layer.
+
+    Its default shards the root alone, so that all parameters are all-gathered at once (accelerate 1.15,
+    utils/fsdp_utils.py, ``fsdp2_prepare_auto_wrap_policy``).
+    """
+    keys = ("fsdp_config", "fsdp_auto_wrap_policy")
+    policy = document.get(*keys)
+    if isinstance(policy, str) and policy.upper() == WRAP_POLICY:
+        return
+    units = "the whole model as one unit" if policy in (None, "NO_WRAP") else "other units"
+    warnings.warn(
+        f"{document.locate(*keys)} is {policy!r}: Accelerate then shards {units}; the plan shards each "
+        f"decoder layer, as {WRAP_POLICY} does.",
+        # The line that calls Plan.from_accelerate.
+        stacklevel=5,
+    )
 
 
 def _read_recomputation(document: Document, recipe: Recipe) -> FileFields:
@@ -287,10 +344,12 @@ def _find_deepspeed_file(document: Document, file: Path) -> Path | None:
             document.refuse(repeated, f"nothing: it belongs in {name}, and accelerate stops", "leave it out")
     if not isinstance(name, str):
         document.refuse(keys, "the path of a JSON file", "'ds_config.json'")
-    path = file.parent / name
-    if not path.is_file():
-        document.refuse(keys, "an existing file, relative to this file's folder", "'ds_config.json'")
-    return path
+    # Accelerate opens it from the current folder, exports start in their own.
+    paths = [path for path in (file.parent / name, Path(name).expanduser()) if path.is_file()]
+    if not paths:
+        allowed = "an existing file, relative to this file's folder or the current one"
+        document.refuse(keys, allowed, "'ds_config.json'")
+    return paths[0]
 
 
 def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_nearest, refuse
+from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_similar, refuse
 from shardscope.core.json_text import check_depth, find_key_lines, parse_json
 from shardscope.core.text_positions import KeyPath, TextPositions
 
@@ -66,7 +66,7 @@ class Document(TextPositions):
     def check_keys(
         self, keys: KeyPath, planned: Iterable[str], ignored: Mapping[str, object] | Iterable[str]
     ) -> None:
-        """Raise ``ValueError`` for unknown keys under ``keys``, with the nearest known key.
+        """Raise ``ValueError`` for unknown keys under ``keys``, with a similar known key if there is one.
 
         ``planned`` are the keys that become part of a plan, ``ignored`` the format's other keys. The latter
         are listed in :meth:`list_unread_keys`, unless their value is the default given in ``ignored``.
@@ -77,8 +77,10 @@ class Document(TextPositions):
         known = [*planned, *ignored]
         for key, value in self.read_section(*keys).items():
             if key not in known:
-                allowed = f"{find_nearest(key, known)!r} and {len(known) - 1} other keys"
-                refuse(f"{self.locate(*keys, key)}: this key", key, allowed, Value(find_nearest(key, known)))
+                similar = find_similar(key, known)
+                allowed = f"{similar or known[0]!r} and {len(known) - 1} other keys"
+                fix: Fix = Value(similar) if similar else "leave it out"
+                refuse(f"{self.locate(*keys, key)}: this key", key, allowed, fix)
             if key not in planned and not (key in defaults and value == defaults[key]):
                 self._unread.append(f"{'.'.join((*keys, key))} (line {self.lines.get((*keys, key))})")
 

@@ -66,6 +66,11 @@ SIZES = {
 REFUSED = {
     "optimizer-cpu-offload": "plans have no optimizer state on the host for Megatron",
     "fp4-format": "plans have no training in 4 bits; --fp8-format hybrid trains in 8",
+    "use-megatron-fsdp": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    "use-custom-fsdp": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    "use-torch-fsdp2": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    "pipeline-model-parallel-layout": "plans have the pipeline splits of the other flags",
+    "cpu-offloading-num-layers": "plans have no activations on the host for Megatron",
 }
 """Flags whose effect on memory or time has no formula."""
 CHUNK = "num-layers-per-virtual-pipeline-stage"
@@ -85,7 +90,8 @@ ALONE = frozenset({
     "qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention",
     "moe-router-pre-softmax", *COUNTED_ENDS, "fp16", "bf16", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "cross-entropy-loss-fusion", "recompute-activations",
-    "use-flash-attn", "optimizer-cpu-offload",
+    "use-flash-attn", "optimizer-cpu-offload", "use-megatron-fsdp", "use-custom-fsdp",
+    "use-torch-fsdp2",
 })  # fmt: skip
 """Flags without a value."""
 MISSPELT = 0.9
@@ -346,7 +352,8 @@ def _read_expert_tp(etp: int | None, tp: int, stored: MegatronLayout | None) -> 
 
 
 def _read_sequence_parallel(document: Document, tp: int, stored: MegatronLayout | None) -> bool | None:
-    shards = bool(document.get(SWITCHES["sequence_parallel"]))
+    # Megatron-LM turns it off without tensor parallelism (validate_args), as in its example of Llama 3 8B.
+    shards = tp > 1 and bool(document.get(SWITCHES["sequence_parallel"]))
     previous = stored.sequence_parallel if stored is not None else None
     if shards == (tp > 1) and previous in (None, shards):
         return previous
