@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import shardscope as ss
 from shardscope.core.errors import check_choice, check_keys, find_similar, refuse
 from shardscope.frameworks.registry import list_layout_names
+from shardscope.machine.user_folders import expand_home
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -175,7 +176,7 @@ def _read_stored_plan(name: str) -> Plan:
     if name == "-":
         # A closed standard input is None.
         return _parse_plan("standard input", sys.stdin.buffer.read() if sys.stdin else b"")
-    path = Path(name).expanduser()
+    path = expand_home(name)
     path = path / PLAN_FILE if path.is_dir() else path
     try:
         content = path.read_bytes()

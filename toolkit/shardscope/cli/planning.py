@@ -18,6 +18,7 @@ from shardscope.cli.plan_options import (
     read_plan,
 )
 from shardscope.core.errors import refuse
+from shardscope.machine.user_folders import expand_home
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
 if TYPE_CHECKING:
@@ -285,7 +286,7 @@ def _find_out_file(out: str | None) -> Path | None:
         return None
     if not out:  # An empty variable of a script; the path would be the current folder.
         refuse("--out", out, "the path of a file or of a folder", f"--out {PLAN_FILE}")
-    path = Path(out).expanduser()
+    path = expand_home(out)
     path = path / PLAN_FILE if path.is_dir() else path
     if not path.parent.is_dir():
         refuse(

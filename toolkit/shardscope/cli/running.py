@@ -26,6 +26,7 @@ from shardscope.cli.plan_options import (
 )
 from shardscope.cli.planning import Commands, add_command
 from shardscope.core.errors import find_similar, refuse
+from shardscope.machine.user_folders import expand_home
 from shardscope.records.folder import FINAL
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ def show_trace(options: argparse.Namespace) -> int:
 
 def _find_path(source: str) -> Path:
     """Return the path of a run or a trace: as given, or in the folder of runs."""
-    path, named = Path(source).expanduser(), Path(RUNS, source)
+    path, named = expand_home(source), Path(RUNS, source)
     return named if not path.exists() and named.exists() else path
 
 

@@ -27,6 +27,7 @@ from shardscope.frameworks.formats.sidecar_files import (
     warn_of_unread_keys,
 )
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.machine.user_folders import expand_home
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -159,7 +160,7 @@ def read(
     _check_ranks(document, parts)
     # DeepSpeed's options are in a JSON of their own, or a few of them inline.
     if kind == "DEEPSPEED":
-        path = _find_deepspeed_file(document, Path(file).expanduser())
+        path = _find_deepspeed_file(document, expand_home(file))
         if path is not None:
             plan = deepspeed.read_plan(path, architecture, cluster, recipe)
             # At the user's line, as that of the JSON's own keys.
@@ -345,7 +346,7 @@ def _find_deepspeed_file(document: Document, file: Path) -> Path | None:
     if not isinstance(name, str):
         document.refuse(keys, "the path of a JSON file", "'ds_config.json'")
     # Accelerate opens it from the current folder, exports start in their own.
-    paths = [path for path in (file.parent / name, Path(name).expanduser()) if path.is_file()]
+    paths = [path for path in (file.parent / name, expand_home(name)) if path.is_file()]
     if not paths:
         allowed = "an existing file, relative to this file's folder or the current one"
         document.refuse(keys, allowed, "'ds_config.json'")

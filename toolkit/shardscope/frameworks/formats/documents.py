@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_similar, refuse
 from shardscope.core.json_text import check_depth, find_key_lines, parse_json
 from shardscope.core.text_positions import KeyPath, TextPositions
+from shardscope.machine.user_folders import expand_home
 
 if TYPE_CHECKING:
     import yaml  # type: ignore[import-untyped,unused-ignore]
@@ -93,7 +94,7 @@ def read_text(file: str | Path) -> str:
     """Return the text of ``file``. Raises ``ValueError`` unless it is a readable UTF-8 file of up to 1 MB."""
     if not isinstance(file, str | Path) or not str(file) or "\0" in str(file):
         refuse("file", file, "the path of a file", Value("exported/plan.json"))
-    path = Path(file).expanduser()
+    path = expand_home(file)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never ends

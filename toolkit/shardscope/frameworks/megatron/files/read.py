@@ -31,6 +31,7 @@ from shardscope.frameworks.megatron.files.read_architecture import (
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
+from shardscope.machine.user_folders import expand_home
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -159,7 +160,7 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
         isinstance(arguments, str) and not arguments.lstrip().startswith("--")
     )
     if is_path:
-        file = Path(str(arguments)).expanduser()
+        file = expand_home(str(arguments))
         return _parse_arguments(file.name, _split_lines(file.name, read_text(str(arguments)))), file
     if isinstance(arguments, str):
         arguments = shlex.split(arguments)
