@@ -220,6 +220,23 @@ def test_old_and_other_accelerate_files_are_named(line: str, expected: str, tmp_
         from_fsdp(tmp_path, f"{line}\ndistributed_type: MULTI_GPU\n")
 
 
+def test_a_file_of_another_tool_lacks_a_distributed_type(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"distributed_type is None; allowed: NO, MULTI_GPU"):
+        from_fsdp(tmp_path, "output_dir: out\nper_device_train_batch_size: 1\n")
+    with pytest.raises(ValueError, match=r"line 1, distribted_type.*Nearest fix: 'distributed_type'"):
+        from_fsdp(tmp_path, "distribted_type: FSDP\n")
+
+
+def test_missing_options_have_accelerates_defaults(tmp_path: Path) -> None:
+    """``mixed_precision`` is "no", unless the caller's recipe has it; one process is no plan of eight ranks."""
+    multi = "distributed_type: MULTI_GPU\n"
+    assert from_fsdp(tmp_path, multi).recipe.precision == "fp32"
+    assert from_fsdp(tmp_path, multi, recipe=ss.Recipe(precision="bf16")).recipe.precision == "bf16"
+    with pytest.raises(ValueError, match=r"line 1, distributed_type is 'NO'.*8 ranks.*fix: 'MULTI_GPU'"):
+        from_fsdp(tmp_path, "distributed_type: 'NO'\nnum_processes: 8\n")
+    assert from_fsdp(tmp_path, "distributed_type: 'NO'\n", cluster=ss.Cluster.parse("h100-sxm-80gb"))
+
+
 def test_a_deepspeed_config_file_is_found_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

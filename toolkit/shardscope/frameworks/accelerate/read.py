@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import Value, refuse
+from shardscope.core.errors import Value, find_similar, refuse
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
@@ -150,11 +150,12 @@ def read(
     _check_old_formats(document)
     read_sections = READ_SECTIONS.get(str(document.get("distributed_type")), ())
     unread_sections: Mapping[str, object] = {name: {} for name in SECTIONS if name not in read_sections}
-    document.check_keys((), (*TOP_LEVEL, *read_sections), {**OTHER_TOP_LEVEL, **unread_sections})
-    if document.get("distributed_type") is None:
+    # Without it, and without a key that may be a misspelled one, this is another tool's file.
+    if document.get("distributed_type") is None and not find_similar("distributed_type", document.values):
         refuse(
             f"{document.name}, distributed_type", None, ", ".join(DISTRIBUTED_TYPES), "distributed_type: FSDP"
         )
+    document.check_keys((), (*TOP_LEVEL, *read_sections), {**OTHER_TOP_LEVEL, **unread_sections})
     kind = document.read_choice("distributed_type", among=DISTRIBUTED_TYPES)
     parts = load_plan_parts(file, architecture, cluster, recipe)
     _check_ranks(document, parts)
@@ -174,7 +175,7 @@ def read(
     comment_recipe, comment_layout = read_comment_fields(document, read_text(file), layout_class)
     if parts.is_recipe_open:
         parts = replace(parts, recipe=apply_to_recipe(parts.recipe, document, comment_recipe))
-    recipe_fields: FileFields = {"precision": (("mixed_precision",), _read_precision(document, parts.recipe))}
+    recipe_fields: FileFields = {"precision": (("mixed_precision",), _read_precision(document, parts))}
     if kind != "FSDP":
         changed = apply_to_recipe(parts.recipe, document, recipe_fields)
         return build_plan(parts, document, changed, recipe_fields, DdpLayout)
@@ -216,16 +217,24 @@ def _check_ranks(document: Document, parts: PlanParts) -> None:
         if numbers[key] not in (None, -1, number):
             document.refuse((key,), f"{number}, as {cluster} has", f"cluster=..., or {key}: {number}")
     is_cpu = cluster.gpu.vendor == "cpu"
+    # accelerate starts one process then, whatever num_processes is (commands/launch.py, simple_launcher).
+    if document.get("distributed_type") == "NO" and cluster.num_gpus > 1:
+        kind = "MULTI_CPU" if is_cpu else "MULTI_GPU"
+        document.refuse(
+            ("distributed_type",), f"a type with the {cluster.num_gpus} ranks of {cluster}", Value(kind)
+        )
     if use_cpu not in (None, is_cpu):
         document.refuse(("use_cpu",), f"{str(is_cpu).lower()} with {cluster}", str(is_cpu).lower())
 
 
-def _read_precision(document: Document, recipe: Recipe) -> str | None:
+def _read_precision(document: Document, parts: PlanParts) -> str | None:
     """Return the recipe's precision for ``mixed_precision``; None if the recipe's own is the same there."""
     value = document.get("mixed_precision")
     if value is False:
         value = "no"  # YAML reads a bare no as false
-    if value is None or MIXED[recipe.precision] == value:
+    if value is None and parts.is_recipe_open:
+        value = "no"  # accelerate's default (commands/launch.py)
+    if value is None or MIXED[parts.recipe.precision] == value:
         return None
     # MIXED maps several precisions to "no": a file cannot distinguish bf16 weights from fp32 ones.
     names = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8-mixed", "no": "fp32"}
@@ -376,7 +385,7 @@ def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
         num_data_ranks = parts.cluster.num_gpus // (layout.tp * layout.pp)
         global_batch_size = parts.recipe.micro_batch_size * steps * num_data_ranks
     recipe_fields: FileFields = {
-        "precision": (("mixed_precision",), _read_precision(document, parts.recipe)),
+        "precision": (("mixed_precision",), _read_precision(document, parts)),
         "global_batch_size": (steps_keys, global_batch_size),
     }
     return build_plan(
