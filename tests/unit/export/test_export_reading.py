@@ -228,7 +228,7 @@ def test_a_file_of_another_tool_lacks_a_distributed_type(tmp_path: Path) -> None
 
 
 def test_missing_options_have_accelerates_defaults(tmp_path: Path) -> None:
-    """``mixed_precision`` is "no", unless the caller's recipe has it; one process is no plan of eight ranks."""
+    """``mixed_precision`` is "no", unless the recipe has one; one process is no plan of eight ranks."""
     multi = "distributed_type: MULTI_GPU\n"
     assert from_fsdp(tmp_path, multi).recipe.precision == "fp32"
     assert from_fsdp(tmp_path, multi, recipe=ss.Recipe(precision="bf16")).recipe.precision == "bf16"
