@@ -372,6 +372,19 @@ def test_trace_prints_the_sentences_of_a_summary(tmp_path: Path) -> None:
     assert [row["sentence"] for row in sentences] == list(summary.sentences)
 
 
+def test_a_trace_does_not_overwrite_what_it_was_read_from(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tests" / "fixtures" / "trace_2_ranks", tmp_path / "traces")
+    recorded = tmp_path / "traces" / "rank-0.json.gz"
+    before = recorded.read_bytes()
+    for source in ("traces", "traces/rank-0.json.gz"):
+        wrong = run(tmp_path, "trace", source, "--chrome", "traces/rank-0.json.gz", code=2)
+        assert "Nearest fix: --chrome trace.json.gz" in wrong
+    assert recorded.read_bytes() == before
+    assert "mkdir -p no" in run(tmp_path, "trace", "traces", "--chrome", "no/trace.json", code=2)
+    run(tmp_path, "trace", "traces", "--chrome", ".")
+    run(tmp_path, "trace", "traces", "--chrome", "trace.json.gz")  # A file of its own may be replaced.
+
+
 def test_a_reader_that_has_enough_ends_it_without_a_message(tmp_path: Path) -> None:
     command = f"{sys.executable} -m shardscope.cli.main plan --model 7b --cluster 8xh100-sxm-80gb --json"
     done = subprocess.run(

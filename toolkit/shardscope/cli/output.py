@@ -13,6 +13,10 @@ from contextlib import suppress
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
+from shlex import quote
+
+from shardscope.core.errors import refuse
+from shardscope.machine.user_folders import expand_home
 
 WIDTH = 80
 MIN_WIDTH = 8
@@ -122,3 +126,18 @@ def _format_cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def find_output_file(option: str, text: str | None, name: str) -> Path | None:
+    """Return the path of a file to write, ``name`` in a folder; None without it. Raises ``ValueError``."""
+    if text is None:
+        return None
+    if not text:  # An empty variable of a script; the path would be the current folder.
+        refuse(option, text, "the path of a file or of a folder", f"{option} {name}")
+    path = expand_home(text)
+    path = path / name if path.is_dir() else path
+    if not path.parent.is_dir():
+        refuse(
+            option, text, f"a path in a folder; {path.parent} is none", f"mkdir -p {quote(str(path.parent))}"
+        )
+    return path

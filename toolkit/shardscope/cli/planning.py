@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardscope.cli.output import print_fields, print_json, print_table, print_text
+from shardscope.cli.output import find_output_file, print_fields, print_json, print_table, print_text
 from shardscope.cli.plan_options import (
     LAYOUTS,
     PLAN_FILE,
@@ -17,8 +16,6 @@ from shardscope.cli.plan_options import (
     read_parts,
     read_plan,
 )
-from shardscope.core.errors import refuse
-from shardscope.machine.user_folders import expand_home
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 
 if TYPE_CHECKING:
@@ -103,7 +100,7 @@ def add_commands(commands: Commands) -> None:
 
 def show_plan(options: argparse.Namespace) -> int:
     """Print a plan's predictions and findings."""
-    plan, out = read_plan(options), _find_out_file(options.out)
+    plan, out = read_plan(options), find_output_file("--out", options.out, PLAN_FILE)
     memory, findings = plan.memory(), plan.findings()
     try:
         step, why_no_step = plan.step(), None
@@ -178,7 +175,7 @@ def search_plans(options: argparse.Namespace) -> int:
 
     architecture, cluster, recipe = read_parts(options)
     # Before the search, which may take minutes.
-    out = _find_out_file(options.out)
+    out = find_output_file("--out", options.out, PLAN_FILE)
     names = options.frameworks
     if names:
         # ss.search takes frameworks, of which a layout may have another name.
@@ -278,21 +275,6 @@ def export_plan(options: argparse.Namespace) -> int:
         print(path)
     print(f"{paths[-1].name} says what each of them is, and how it is started.")
     return 0
-
-
-def _find_out_file(out: str | None) -> Path | None:
-    """Return the path that ``--out`` names, None without it. Raises ``ValueError``."""
-    if out is None:
-        return None
-    if not out:  # An empty variable of a script; the path would be the current folder.
-        refuse("--out", out, "the path of a file or of a folder", f"--out {PLAN_FILE}")
-    path = expand_home(out)
-    path = path / PLAN_FILE if path.is_dir() else path
-    if not path.parent.is_dir():
-        refuse(
-            "--out", out, f"a path in a folder; {path.parent} is none", f"mkdir -p {quote(str(path.parent))}"
-        )
-    return path
 
 
 def _write_plan(plan: Plan, path: Path | None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.cli.output import (
     discard_output,
+    find_output_file,
     print_error,
     print_fields,
     print_json,
@@ -27,7 +28,7 @@ from shardscope.cli.plan_options import (
 from shardscope.cli.planning import Commands, add_command
 from shardscope.core.errors import find_similar, refuse
 from shardscope.machine.user_folders import expand_home
-from shardscope.records.folder import FINAL
+from shardscope.records.folder import FINAL, RECORDINGS, RunFolder
 
 if TYPE_CHECKING:
     from shardscope.runs.backends.ray.target import Ray
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 RUNS = "runs"
 """The folder of runs, as ``ss.launch`` has it."""
+CHROME_FILE = "trace.json.gz"
 POLL_SECONDS = 0.5
 SLURM_FIELDS = ("partition", "account", "qos", "time", "constraint", "python")
 RAY_FIELDS = ("address", "runtime_env", "node_folder")
@@ -137,7 +139,9 @@ def add_commands(commands: Commands) -> None:
         "  shardscope trace my-run\n  shardscope trace my-run --chrome trace.json.gz",
     )
     parser.add_argument("source", help="name or folder of a run, a trace file, or a folder of them")
-    parser.add_argument("--chrome", metavar="FILE", help="write one trace of all ranks, for Perfetto")
+    parser.add_argument(
+        "--chrome", metavar="FILE", help="write one trace of all ranks to this file, for Perfetto"
+    )
     parser.set_defaults(run=show_trace)
 
 
@@ -263,8 +267,9 @@ def show_trace(options: argparse.Namespace) -> int:
 
     # A run's recording is chosen by the run; other folders and files are traces.
     path = _find_path(options.source)
-    trace = ss.Run.attach(path).trace() if (path / "run.json").exists() else ss.Trace.load(path)
-    written = None if options.chrome is None else trace.to_chrome(options.chrome)
+    chrome = _find_chrome_file(options.chrome, path)
+    trace = ss.Run.attach(path).trace() if _is_run(path) else ss.Trace.load(path)
+    written = None if chrome is None else trace.to_chrome(chrome)
     summary = trace.summary()
     if options.json:
         print_json(
@@ -280,6 +285,23 @@ def show_trace(options: argparse.Namespace) -> int:
     if written:
         print(written)
     return 0
+
+
+def _is_run(path: Path) -> bool:
+    return RunFolder(path).run_json.exists()
+
+
+def _find_chrome_file(text: str | None, source: Path) -> Path | None:
+    """Return the path to write; None without ``--chrome``. Raises ``ValueError`` for a file of ``source``."""
+    path = find_output_file("--chrome", text, CHROME_FILE)
+    if path is not None and path.exists():
+        # Of a run, only its recordings are read; a trace that was written into its folder may be replaced.
+        folders = [RunFolder(source).traces, source / RECORDINGS] if _is_run(source) else [source]
+        target = path.resolve()
+        if any(folder.resolve() in (target, *target.parents) for folder in folders):
+            allowed = f"another file than those that are read from {source}: it would be lost"
+            refuse("--chrome", text, allowed, f"--chrome {CHROME_FILE}")
+    return path
 
 
 def _find_path(source: str) -> Path:
