@@ -239,7 +239,9 @@ def run_shell(folder: Path, script: str, **variables: str) -> subprocess.Complet
 def test_errors_of_a_plan_file_name_it(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     assert "bad.json: Plan JSON, line 1" in run(tmp_path, "plan", "bad.json", code=2)
-    assert "standard input: Plan JSON" in run(tmp_path, "plan", "-", code=2, text="{}")
+    assert "standard input: Plan JSON" in run(tmp_path, "plan", "-", code=2, text="[]")
+    other = '{"train_batch_size": 8}'
+    assert "fix: ss.Plan.from_deepspeed" in run(tmp_path, "plan", "-", code=2, text=other)
     output = run(tmp_path, "plan", "--model", "2m", "--cluster", "2xcpu", "--json")
     assert "Nearest fix: jq .plan." in run(tmp_path, "plan", "-", code=2, text=output)
 

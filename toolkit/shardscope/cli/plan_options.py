@@ -7,7 +7,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -195,18 +194,24 @@ def _parse_plan(name: str, content: bytes) -> Plan:
     try:
         return ss.Plan.from_json(text)
     except ValueError as error:
-        if fields := _find_plan_field(text):
-            allowed = f"a {PLAN_FILE}: this is the output of --json, whose field {fields!r} is one"
-            refuse("plan", name, allowed, f"jq .{fields}")
+        _refuse_other_json(name, text)
         raise ValueError(f"{name}: {error}") from error
 
 
-def _find_plan_field(text: str) -> str | None:
-    """Return the field with the plan in an output of ``plan --json`` or ``search --json``; None otherwise."""
-    with suppress(ValueError, RecursionError):
+def _refuse_other_json(name: str, text: str) -> None:
+    """Raise ``ValueError`` for JSON with a plan in it, as ``--json`` prints, and for that of another tool."""
+    try:
         document = json.loads(text)
-        for field in ("plan", "best"):
-            stored = document.get(field) if isinstance(document, dict) else None
-            if isinstance(stored, dict) and stored.get("shardscope") == "Plan":
-                return field
-    return None
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(document, dict) or isinstance(document.get("shardscope"), str):
+        return
+    for field in ("plan", "best"):
+        stored = document.get(field)
+        if isinstance(stored, dict) and stored.get("shardscope") == "Plan":
+            allowed = f"a {PLAN_FILE}; the field {field!r} of this document is one"
+            refuse("plan", name, allowed, f"jq .{field}")
+    readers = "ss.Plan.from_deepspeed, from_accelerate or from_megatron in Python"
+    refuse(
+        "plan", name, f"a {PLAN_FILE}, which --out and export write", f"{readers}, for a file of another tool"
+    )
