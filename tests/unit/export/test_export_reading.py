@@ -570,6 +570,17 @@ def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(
         ("--lr 3e-4", "--optimizer-cpu-offload", r"line 22, optimizer-cpu-offload.*nothing"),
         # A flag of Megatron-LM, which was named as a misspelled --fp8-format.
         ("--lr 3e-4", "--fp4-format e2m1", r"line 22, fp4-format.*'e2m1'.*nothing: .*4 bits"),
+        (
+            "--tensor-model-parallel-size",
+            "--tensor-model-parallel",
+            r"line 14.*fix: --tensor-model-parallel-size",
+        ),
+        (
+            "--tensor-model-parallel-size",
+            "--model-parallel-size",
+            r"line 14.*fix: --tensor-model-parallel-size",
+        ),
+        ("--lr 3e-4", "--checkpoint-activations", r"line 22.*fix: --recompute-granularity full"),
         ("--lr 3e-4", "--use-megatron-fsdp", r"line 22, use-megatron-fsdp.*Layout.fsdp2"),
         (
             "--lr 3e-4",

@@ -78,6 +78,12 @@ CHUNK = "num-layers-per-virtual-pipeline-stage"
 COUNTED_ENDS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 END_SIZES = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 """Numbers of layers of the first and of the last pipeline stage."""
+REPLACED = {
+    "batch-size": "micro-batch-size",
+    "model-parallel-size": "tensor-model-parallel-size",
+    "checkpoint-activations": "recompute-granularity full --recompute-method uniform",
+}
+"""Flags of older versions, at which Megatron-LM stops (megatron/training/arguments.py, ``validate_args``)."""
 READ = (
     CHUNK, *REFUSED, *SHAPE, *DEGREES.values(), *SWITCHES.values(), *TYPES.values(), *SIZES.values(),
     *COUNTED_ENDS, *END_SIZES, "optimizer",
@@ -209,8 +215,13 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
             lines[(flag,)] = line
         values[flag] = _parse_value(where, flag, flag_arguments)
         # Megatron-LM has hundreds of flags; an unknown one is an error only if it looks misspelled.
+        if flag in REPLACED:
+            allowed = f"--{REPLACED[flag]}, which has replaced it"
+            refuse(f"{where}, --{flag}: this flag", flag, allowed, f"--{REPLACED[flag]}")
         if flag not in READ:
             near = difflib.get_close_matches(flag, READ, n=1, cutoff=MISSPELT)
+            # Megatron-LM takes no abbreviations (allow_abbrev=False), under which a degree would be 1.
+            near = near or [name for name in READ if name.startswith(f"{flag}-")]
             if near:
                 refuse(f"{where}, --{flag}: this flag", flag, f"--{near[0]} and others", f"--{near[0]}")
             unread.append(f"--{flag}" + (f" (line {line})" if line else ""))
