@@ -246,6 +246,18 @@ def test_errors_of_a_plan_file_name_it(tmp_path: Path) -> None:
     assert "Nearest fix: jq .plan." in run(tmp_path, "plan", "-", code=2, text=output)
 
 
+def test_a_plan_file_after_an_option_of_several_words_is_named(tmp_path: Path) -> None:
+    run(tmp_path, "plan", "--model", "2m", "--cluster", "2xcpu", "--out", "plan.json")
+    for command, *option in (
+        ("plan", "--recipe", "seq_len=64"),
+        ("plan", "--layout", "ddp"),
+        ("search", "--frameworks", "ddp"),
+        ("launch", "--task", "pretrain"),
+    ):
+        wrong = run(tmp_path, command, *option, "plan.json", code=2)
+        assert f"{option[0]} is 'plan.json'" in wrong and f"fix: plan.json before {option[0]}." in wrong
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [("", "--out is ''; allowed: the path of a file"), ("no/plan.json", "Nearest fix: mkdir -p no.")],

@@ -83,6 +83,7 @@ def read_parts(
     elif stored:
         architecture = stored.architecture
     else:
+        _check_swallowed_plan(options)
         refuse("--model", None, "a model, or the plan.json of one", "--model llama-3.1-8b")
     if options.cluster:
         cluster = ss.Cluster.parse(options.cluster)
@@ -93,6 +94,14 @@ def read_parts(
     recipe = stored.recipe if stored else ss.Recipe()
     values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     return architecture, cluster, ss.Recipe(**{**values, **changes})
+
+
+def _check_swallowed_plan(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` if an option, which takes all words up to the next one, has taken a plan's file."""
+    for name in ("layout", "recipe", "frameworks", "task", "extra"):
+        for word in getattr(options, name, None) or ():
+            if "=" not in word and Path(word).is_file():
+                refuse(f"--{name}", word, "no file", f"{word} before --{name}")
 
 
 def find_architecture(name: str) -> Architecture:
