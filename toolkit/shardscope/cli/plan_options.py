@@ -97,7 +97,7 @@ def read_parts(
 
 
 def _check_swallowed_plan(options: argparse.Namespace) -> None:
-    """Raise ``ValueError`` if an option, which takes all words up to the next one, has taken a plan's file."""
+    """Raise ``ValueError`` if an option, which takes all words up to the next, took a plan's file."""
     for name in ("layout", "recipe", "frameworks", "task", "extra"):
         for word in getattr(options, name, None) or ():
             if "=" not in word and Path(word).is_file():
