@@ -16,7 +16,7 @@ import pytest
 from written_runs import write_run
 
 import shardscope as ss
-from shardscope.cli.main import build_parser
+from shardscope.cli.main import build_parser, main
 from shardscope.records.attempts import write_beginning, write_end
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import write_json
@@ -266,6 +266,30 @@ def test_an_out_file_that_cannot_be_written_is_named_first(out: str, message: st
     for command in ("plan", "search"):
         assert message in run(tmp_path, command, "--model", "2m", "--cluster", "2xcpu", "--out", out, code=2)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_out_file_is_replaced_at_once_and_kept_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["plan", "--model", "2m", "--cluster", "2xcpu", "--out"]
+    out = tmp_path / "plan.json"
+    assert main([*plan, str(out)]) == 0
+    before = out.read_text()
+    write_text = Path.write_text
+
+    def write_half(self: Path, text: str, **options: Any) -> int:
+        write_text(self, text[:100], **options)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", write_half)
+        assert main([*plan, str(out), "--recipe", "seq_len=64"]) == 2
+    assert out.read_text() == before and list(tmp_path.iterdir()) == [out]
+    # A link remains one, and a device is written.
+    (tmp_path / "link.json").symlink_to("plan.json")
+    assert main([*plan, str(tmp_path / "link.json"), "--recipe", "seq_len=64"]) == 0
+    assert (tmp_path / "link.json").is_symlink() and json.loads(out.read_text())["recipe"]["seq_len"] == 64
+    assert main([*plan, "/dev/null"]) == 0 and not Path("/dev/null").is_file()
 
 
 def test_out_and_plan_expand_the_home_folder(tmp_path: Path) -> None:

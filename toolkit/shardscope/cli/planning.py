@@ -17,6 +17,7 @@ from shardscope.cli.plan_options import (
     read_plan,
 )
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
+from shardscope.records.json_files import partial_file
 
 if TYPE_CHECKING:
     from shardscope.core.finding import Finding
@@ -278,5 +279,20 @@ def export_plan(options: argparse.Namespace) -> int:
 
 
 def _write_plan(plan: Plan, path: Path | None) -> None:
-    if path is not None:
-        path.write_text(plan.to_json() + "\n", encoding="utf-8")
+    """Write ``plan``; jobs that read the file meanwhile, and a full disk, find the plan before it."""
+    if path is None:
+        return
+    text, partial = plan.to_json() + "\n", partial_file(path)
+    # A link and a device, such as /dev/stdout, are written themselves.
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        if not isinstance(error, PermissionError):
+            raise
+        # The file may be the user's in a folder that is not.
+        path.write_text(text, encoding="utf-8")
