@@ -208,6 +208,7 @@ def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
         (["plan", "--bogus"], "Nearest fix: shardscope plan --help."),
         (["plan", "one.json", "two.json"], "unrecognized arguments: two.json"),
         (["plan", "--model", "2m", "--layout", "zero", "stage=1", "stage=2"], "stage is there twice"),
+        (["launch", "--model", "2m", "--cluster", "2xcpu", "--folder", ""], "fix: --folder runs"),
         (["attach", "missing"], "does not exist"),
         (["trace", "missing"], "missing"),
     ],

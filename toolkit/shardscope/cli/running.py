@@ -155,6 +155,8 @@ def launch_run(options: argparse.Namespace) -> int:
     """Launch a run, and wait for its end if asked."""
     import shardscope as ss
 
+    if not options.folder:  # An empty variable of a script; the run would be in the current folder.
+        refuse("--folder", options.folder, "the path of a folder", f"--folder {RUNS}")
     plan, task, target = read_plan(options), build_task(options.task), _build_target(options)
     # This process ends at once, unless it waits; a run on a cluster outlives it in any case. That is chosen
     # here, because by default ``launch`` prints it, for notebooks, on the standard output of --json.
