@@ -222,7 +222,9 @@ def test_old_and_other_accelerate_files_are_named(line: str, expected: str, tmp_
 
 def test_a_file_of_another_tool_lacks_a_distributed_type(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"distributed_type is None; allowed: NO, MULTI_GPU"):
-        from_fsdp(tmp_path, "output_dir: out\nper_device_train_batch_size: 1\n")
+        from_fsdp(tmp_path, "output_dir: out\nfp16: false\n")
+    with pytest.raises(ValueError, match="distributed_type is None"):
+        from_fsdp(tmp_path, json.dumps({**ZERO, "fp16": {"enabled": "auto"}}))
     with pytest.raises(ValueError, match=r"line 1, distribted_type.*Nearest fix: 'distributed_type'"):
         from_fsdp(tmp_path, "distribted_type: FSDP\n")
 

@@ -147,7 +147,6 @@ def read(
     """Read a plan; see :meth:`shardscope.core.plan.Plan.from_accelerate`."""
     # ``accelerate launch`` reads both formats. An unknown key is an error: if misspelled, it has no effect.
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
-    _check_old_formats(document)
     read_sections = READ_SECTIONS.get(str(document.get("distributed_type")), ())
     unread_sections: Mapping[str, object] = {name: {} for name in SECTIONS if name not in read_sections}
     # Without it, and without a key that may be a misspelled one, this is another tool's file.
@@ -155,6 +154,7 @@ def read(
         refuse(
             f"{document.name}, distributed_type", None, ", ".join(DISTRIBUTED_TYPES), "distributed_type: FSDP"
         )
+    _check_old_formats(document)
     document.check_keys((), (*TOP_LEVEL, *read_sections), {**OTHER_TOP_LEVEL, **unread_sections})
     kind = document.read_choice("distributed_type", among=DISTRIBUTED_TYPES)
     parts = load_plan_parts(file, architecture, cluster, recipe)
