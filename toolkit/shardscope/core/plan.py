@@ -227,8 +227,8 @@ class Plan(Serializable):
 
         Values come from the file first, then from the arguments, then from a ``plan.json`` in the same folder
         (an export writes one), then from ``Recipe()``; without a recipe of either, a missing
-        ``mixed_precision`` is Accelerate's default, "no". Warnings list keys that a plan cannot represent, and
-        say if Accelerate would not shard each layer. Raises ``ValueError`` with line and key for invalid values
+        ``mixed_precision`` is Accelerate's default, "no". Warnings list keys that a plan cannot represent,
+        and units other than layers. Raises ``ValueError`` with line and key for invalid values
         and unknown keys, and for a missing architecture or cluster.
         """
         from shardscope.export import reading
