@@ -237,7 +237,7 @@ _PUZZLES = (
     Puzzle(
         name="70b-without-nvlink",
         level=2,
-        title="the same on 2 x 8 H100 PCIe, without NVLink",
+        title="Llama 3.1 70B on 2 x 8 H100 PCIe, which have no NVLink, 4,096 tokens",
         start=_start(
             "llama-3.1-70b", "2x8xh100-pcie-80gb", seq_len=4096, global_batch_size=64, recompute="full"
         ),
