@@ -121,7 +121,7 @@ def _write_formula(shown: PipelineSchedule) -> str:
     own = 100 * shown.bubble_seconds / passes
     here = "" if abs(own - share) < 0.5 else f"; here it is {own:.0f} %, because stages are not equal"
     return (
-        f"Of equal stages, the bubble is {formula} = {values} = {share:.0f} % of a stage's passes "
+        f"With equal stages, the bubble is {formula} = {values} = {share:.0f} % of a stage's passes "
         f"(Narayanan et al. 2021, section 2.2){here}."
     )
 

@@ -32,7 +32,7 @@ def read_memory(view: ScheduleView, stage: int) -> float:
 def test_every_step_says_what_the_stages_do_and_draws_their_memory() -> None:
     view = ScheduleView(PIPELINE)
     assert view.step == 0 and "stage 0 runs the forward of micro-batch 0" in view.figure.words
-    assert "wait" in view.figure.words
+    assert "; stages 1, 2 and 3 wait." in view.figure.words
     before = read_memory(view, 0)
     view.step = 2
     assert "forward of micro-batch 2" in view.figure.words
