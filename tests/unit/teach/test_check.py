@@ -330,6 +330,22 @@ def test_plan_exercise_needs_both_changes() -> None:
     assert "recipe.seq_len must stay" in teach.check("02-make-it-fit", other).text
 
 
+def test_hints_go_on_with_plans_and_layouts_that_differ_in_one_option() -> None:
+    start = memory.build_long_plan()
+    plans = [
+        replace(start, recipe=replace(start.recipe, recompute=name)) for name in ("none", "selective", "full")
+    ]
+    for number, plan in enumerate((plans[0], plans[0], *plans[1:])):
+        assert f"Hint {max(1, number)}" in teach.check("02-make-it-fit", plan).text
+    tried = teach.check("02-make-it-fit", ...).text
+    assert "You tried Layout.fsdp2(), micro_batch_size=4, recompute='full', method='full' before" in tried
+    for number, overlap in enumerate((None, False), start=1):
+        layout = ss.Layout.zero(stage=2, overlap_comm=overlap)
+        assert f"Hint {number}" in teach.check("04-slow-links", layout).text
+    teach.check("04-slow-links", ss.Layout.zero(stage=2, overlap_comm=True))
+    assert "with Layout.zero(stage=2, overlap_comm=True)." in teach.check("04-slow-links", ...).text
+
+
 def test_learners_name_becomes_a_safe_file_name(monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for user in ("ada", "../../etc/passwd", "a/b", "a b", "ä", ".hidden", "x" * 300, "\n"):

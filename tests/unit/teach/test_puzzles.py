@@ -67,6 +67,21 @@ def test_every_puzzle_is_solvable_and_its_start_is_no_solution(name: str) -> Non
     assert [one.solved for one in teach.progress()] == [(f"puzzle-{name}",)]
 
 
+def test_each_different_wrong_plan_reveals_the_next_hint() -> None:
+    puzzle = teach.puzzles["70b-on-two-nodes"]
+    shown = [
+        puzzle.check(replace(puzzle.plan, recipe=replace(puzzle.plan.recipe, micro_batch_size=size))).text
+        for size in (1, 2, 1)
+    ]
+    assert puzzle.hints[0] in shown[0] and puzzle.hints[1] in shown[1]
+
+
+def test_the_leaderboard_shows_what_the_layout_was_called_with() -> None:
+    teach.puzzles["8b-on-one-node"].check(solve("8b-on-one-node"))
+    (row,) = teach.leaderboard()
+    assert row["layout"] == "Layout.zero(stage=3), micro_batch_size=1, recompute='none', method='full'"
+
+
 def test_context_parallelism_alone_solves_level_2_and_not_level_3() -> None:
     layouts = [ss.Layout.fsdp2(cp=cp) for cp in (1, 2, 4, 8, 16)]
     assert any(teach.puzzles["long-context"].check(layout).correct for layout in layouts)

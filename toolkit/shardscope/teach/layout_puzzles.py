@@ -22,7 +22,7 @@ from shardscope.planner.memory_needs import fits
 from shardscope.runs.launch.launch import launch
 from shardscope.teach.answers import Condition, Judgement, PlanGoal
 from shardscope.teach.attempts import Attempt, read_attempts, store_attempt
-from shardscope.teach.checking import is_unanswered
+from shardscope.teach.checking import describe_answer, is_unanswered
 from shardscope.teach.feedback import Feedback
 from shardscope.training.tasks.pretrain import Pretrain
 
@@ -89,7 +89,7 @@ class Puzzle:
             if judgement.correct and tier != "prediction":
                 checked = self._rehearse(plan) if tier == "rehearsal" else self._run(plan)
                 judgement = Judgement(checked.correct, f"{judgement.text}\n{checked.text}", checked.valid)
-            text = plan.layout.description
+            text = describe_answer(plan)
             speed = plan.step().tokens_per_second_per_gpu
         except Exception as error:
             if judgement.correct or not judgement.text:
