@@ -303,7 +303,7 @@ _PUZZLES = (
         max_gb=80,
         min_tokens=85,
         hints=(
-            "Meta used cp 16 for this length (Llama Team 2024, table 4).",
+            "Meta used cp 16 for this length (Grattafiori et al. 2024, table 4).",
             "tp 4, cp 16 and a long interleaved pipeline, with full recomputation.",
         ),
     ),
