@@ -47,6 +47,17 @@ def test_ten_puzzles_in_three_levels() -> None:
     assert levels == sorted(levels) and set(levels) == {1, 2, 3}
 
 
+def test_puzzles_are_displayed_as_a_table() -> None:
+    assert teach.puzzles._repr_html_().count("<tr>") == 11
+    shown = repr(teach.puzzles).splitlines()
+    assert len(shown) == 10 and all(line.startswith("Puzzle ") for line in shown)
+    # Each can be read alone.
+    assert all(
+        "Llama" in one.title or "Mixtral" in one.title or "Qwen" in one.title
+        for one in teach.puzzles.values()
+    )
+
+
 @pytest.mark.parametrize("name", list(SOLUTIONS))
 def test_hints_name_the_degrees_of_the_solution(name: str) -> None:
     degrees = solve(name).degrees

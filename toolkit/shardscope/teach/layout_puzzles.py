@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from shardscope.catalog import models
 from shardscope.core.cluster import Cluster
+from shardscope.core.html_table import render_html_table
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
@@ -324,5 +325,23 @@ _PUZZLES = (
     ),
 )
 
-puzzles: dict[str, Puzzle] = {puzzle.name: puzzle for puzzle in _PUZZLES}
+
+class Puzzles(dict[str, Puzzle]):
+    """Puzzles by name, displayed as a table at the end of a notebook cell."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.values()))
+
+    def _repr_html_(self) -> str:
+        head = ("puzzle", "level", "task", "under, GB", "at least, tokens/s per GPU", "you may change")
+        rows = [
+            (one.name, one.level, one.title, one.max_gb, one.min_tokens, ", ".join(one.may_change))
+            for one in self.values()
+        ]
+        return render_html_table(head, rows, "Layout puzzles")
+
+
+puzzles = Puzzles({puzzle.name: puzzle for puzzle in _PUZZLES})
 """The puzzles by name, in the order of their levels."""
