@@ -54,6 +54,15 @@ def test_bars_are_the_blocks_of_the_schedule() -> None:
         assert sum(trace.x or ()) == pytest.approx(sum(block.seconds for block in blocks), rel=1e-4)
 
 
+def test_fewer_micro_batches_than_stages_are_the_reason_of_a_longer_interleaved_bubble() -> None:
+    one = ScheduleView(build_plan(ss.Layout.megatron(pp=4), 2), schedule="interleaved").heading.value
+    assert "4 stages in 2 chunks each, 1 micro-batch:" in one
+    assert "With equal stages and at least 4 micro-batches" in one
+    assert "because there are fewer micro-batches than stages" in one
+    eight = ScheduleView(PIPELINE, schedule="interleaved").heading.value
+    assert "With equal stages, the bubble" in eight and "because stages are not equal" in eight
+
+
 def test_other_schedules_can_be_chosen_and_are_refused_where_they_cannot_run() -> None:
     view = ScheduleView(PIPELINE)
     assert [value for _, value in view.choice.options] == ["gpipe", "1f1b", "interleaved"]
