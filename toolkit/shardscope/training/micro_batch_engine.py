@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from shardscope.frameworks.registry import check_trained
+from shardscope.machine.user_folders import expand_home
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.training import micro_batches
@@ -350,7 +351,7 @@ class MicroBatchEngine(Engine):
 
     def _resolve_in_run(self, path: str | Path) -> Path:
         """Return ``path``, resolved against the run folder, not the ranks' working folder."""
-        return Path(self.ctx.folder) / Path(path).expanduser()
+        return Path(self.ctx.folder) / expand_home(path)
 
     def _describe_position(self) -> dict[str, object]:
         """Return the position of the training for a checkpoint."""
