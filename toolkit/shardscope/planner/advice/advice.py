@@ -301,20 +301,27 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Seque
             "Shardscope plans and exports it; it cannot be launched here, where "
             f"{refusal.field} is limited to {refusal.allowed}."
         )
-    sentences.append(_describe_more_complex_plans(best, alternatives))
+    sentences.append(_describe_more_complex_plans(path.evaluator, best, alternatives))
     return " ".join(sentences)
 
 
-def _describe_more_complex_plans(best: EvaluatedPlan, alternatives: Sequence[Alternative]) -> str:
+def _describe_more_complex_plans(
+    evaluator: PlanEvaluator, best: EvaluatedPlan, alternatives: Sequence[Alternative]
+) -> str:
     """Return when to use another plan: after a measurement, unless one is predicted to be far faster.
 
-    A gain of :data:`WORTH_ONE_MORE` is no prediction error.
+    A gain of :data:`WORTH_ONE_MORE` is no prediction error. Alternatives on other clusters, or that train
+    something else, are no faster way to the same.
     """
-    seconds = best.seconds or 0.0  # 0: no time is known, of the alternatives neither.
-    for plan, _ in alternatives if seconds else ():
-        if plan.cluster == best.plan.cluster and plan.step().seconds * WORTH_ONE_MORE < seconds:
-            gain = descriptions.compare_seconds(plan.step().seconds, seconds)
+    for plan, _ in alternatives:
+        if plan.cluster != best.plan.cluster or not evaluator.trains_the_same(plan.recipe):
+            continue
+        other = evaluator.evaluate_plan(plan.layout, plan.recipe)
+        if not isinstance(other, EvaluatedPlan) or not other.seconds or not best.seconds:
+            continue
+        if other.seconds * WORTH_ONE_MORE < best.seconds:
             name = descriptions.name_plan(plan, best.plan.recipe)
+            gain = descriptions.compare_speed(other, best)
             return f"The alternative {name} is predicted to be {gain}."
     return "Use a more complex plan only if a measured run shows the need."
 
