@@ -599,6 +599,18 @@ def test_the_answer_about_links_describes_the_recommended_plan() -> None:
     assert ("HSDP" in turn.answer) == (advice.plan.degrees.replicate > 1 and advice.plan.degrees.shard > 1)
 
 
+def test_a_far_faster_alternative_is_named_and_nodes_of_one_gpu_have_no_link_inside() -> None:
+    """It advised 3 % of the peak, and a more complex plan "only if a measured run shows the need"."""
+    cluster = replace(ss.Cluster.parse("64x1xmi300x-192gb"), inter_node_link=links["ethernet-100g"])
+    advice = recommend(ss.models["qwen2.5-14b"], cluster, ss.Recipe())
+    assert advice.plan is not None
+    ratio = advice.plan.step().seconds / advice.alternatives[0][0].step().seconds
+    assert ratio > 2
+    assert advice.why.endswith(f" is predicted to be {ratio:.1f}x faster.")
+    turn = next(turn for turn in advice.path if "links" in turn.question)
+    assert turn.answer == "A node has one GPU: every degree crosses nodes."
+
+
 @thorough()
 def test_tensor_parallelism_of_a_very_large_model_stays_inside_a_node() -> None:
     advice = recommend_plan("llama-3.1-405b", f"2048x8x{H100}", seq_len=8192, global_batch_size=2048)

@@ -99,6 +99,22 @@ def test_numbers_of_parameters(number: float, told: str) -> None:
     assert descriptions.abbreviate_count(number) == told
 
 
+def test_slow_steps_have_no_speed_of_zero() -> None:
+    slow = ss.Plan(
+        ss.models["deepseek-v3"],
+        ss.Cluster.parse("256x8xrtx-3090-24gb"),
+        ss.Recipe(method="lora", seq_len=512, global_batch_size=256, recompute="full"),
+        ss.Layout.fsdp2(tp=8),
+    )
+    report = slow.step()
+    speed, share = report.tokens_per_second_per_gpu, 100 * (report.mfu or 0)
+    assert speed < 0.5 and share < 0.5
+    assert f" {speed:.2g} tokens/s per GPU" in descriptions.describe_speed(
+        EvaluatedPlan(plan=slow, report=slow.memory(), short=())
+    )
+    assert f" {speed:.2g} tokens/s per GPU" in repr(report) and f"MFU {share:.2g} %" in repr(report)
+
+
 def test_plan_names_have_the_changes_to_the_recipe() -> None:
     wanted = ss.Recipe(micro_batch_size=4)
     changed = ss.Recipe(micro_batch_size=2, recompute="full", loss="chunked")

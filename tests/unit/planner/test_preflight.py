@@ -92,6 +92,15 @@ def test_missing_recomputation_is_reported_if_memory_is_short() -> None:
     assert find_by_name(make_plan(micro_batch_size=1), "recomputation-off") is None
 
 
+def test_offloaded_activations_that_would_fit_are_reported_as_such() -> None:
+    plan = make_plan(recompute="offload")
+    finding = find_only(plan, "activations-offloaded-though-room")
+    assert finding.plan is not None
+    assert finding.plan.recipe.recompute == "none"
+    assert finding.why.startswith("With activations kept on the GPU, the peak is ")
+    assert find_by_name(plan, "recomputation-on") is None
+
+
 def test_unnecessary_recomputation_is_reported() -> None:
     plan = make_plan(recompute="full")
     finding = find_only(plan, "recomputation-on")
@@ -470,6 +479,19 @@ def test_a_width_that_is_slower_on_a100() -> None:
         "no run says so"
     )
     assert find_by_name(make_plan(), "width-off-128-bytes") is None
+
+
+def test_a_fine_tune_is_not_told_to_use_another_model() -> None:
+    """LoRA over gpt-oss on A100 was told of "a model with intermediate_size=2,944"."""
+    cluster, layout = ss.Cluster.parse("16x4xa100-sxm-40gb"), ss.Layout.fsdp2(tp=2)
+    full, adapters = (
+        ss.Plan(ss.models["gpt-oss-20b"], cluster, ss.Recipe(method=method), layout)
+        for method in ("full", "lora")
+    )
+    assert "A model with" in find_only(full, "width-off-128-bytes").change
+    assert find_by_name(adapters, "width-off-128-bytes") is None
+    in_fp32 = replace(full, recipe=ss.Recipe(precision="fp32"))
+    assert find_by_name(in_fp32, "width-off-128-bytes") is None, "no run in fp32 says so"
 
 
 def test_a_vocabulary_with_much_padding_is_reported() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.in_process_rehearsal import rehearse_in_this_process
@@ -62,3 +63,48 @@ def test_flash_attention_is_rejected() -> None:
             ss.Recipe(attention="flash", precision="fp16-mixed"),
             ss.Layout.ddp(),
         )
+
+
+def build_megatron_plan(gpu: str, cp: int = 1, attention: Any = None) -> Plan:
+    recipe = ss.Recipe(seq_len=2048, global_batch_size=8, precision="fp16-mixed", attention=attention)
+    return Plan(ALONE, ss.Cluster.parse(f"8x{gpu}"), recipe, ss.Layout.megatron(tp=4, cp=cp))
+
+
+@pytest.mark.parametrize("gpu", ["v100-sxm-32gb", "t4-16gb"])
+def test_megatron_has_unfused_attention_before_ampere(gpu: str) -> None:
+    """Transformer Engine's FlashAttention and cuDNN kernels need sm80: it takes unfused operators."""
+    default, unfused = build_megatron_plan(gpu), build_megatron_plan(gpu, attention="eager")
+    assert default.memory().peak_bytes == unfused.memory().peak_bytes
+    assert default.step().seconds == unfused.step().seconds
+    with pytest.raises(FieldError, match=r"None or .eager. .* FlashAttention begins with Ampere"):
+        build_megatron_plan(gpu, attention="flash")
+
+
+def test_megatron_has_fused_attention_from_ampere_on() -> None:
+    default, unfused = (build_megatron_plan("a100-sxm-40gb", attention=kind) for kind in (None, "eager"))
+    assert default.memory().peak_bytes < unfused.memory().peak_bytes
+
+
+def test_megatron_has_no_context_parallelism_before_ampere() -> None:
+    with pytest.raises(FieldError, match=r"kernels for it need Ampere .* Nearest fix: cp=1"):
+        build_megatron_plan("v100-sxm-32gb", cp=2)
+    ranking = ss.search(
+        ALONE,
+        ss.Cluster.parse("8xv100-sxm-32gb"),
+        build_plan(ALONE, "v100-sxm-32gb", "fp16-mixed").recipe,
+        ["megatron"],
+    )
+    assert ranking.num_feasible and set(ranking.to_frame()["cp"]) == {1}
+
+
+def test_fp8_is_replaced_by_a_format_of_the_gpu() -> None:
+    for layout in (ss.Layout.fsdp2(), ss.Layout.megatron()):
+        with pytest.raises(FieldError, match="Nearest fix: precision='fp16-mixed'"):
+            Plan(ALONE, ss.Cluster.parse("8xv100-sxm-32gb"), ss.Recipe(precision="fp8-mixed"), layout)
+
+
+def test_rounded_updates_are_fixed_in_a_format_of_the_gpu() -> None:
+    plan = build_plan(ALONE, "v100-sxm-32gb", "bf16")
+    finding = next(finding for finding in plan.findings() if finding.name == "updates-round-away")
+    assert finding.plan is not None and finding.plan.recipe.precision == "fp16-mixed"
+    assert finding.change.startswith("Mixed precision (fp16)")

@@ -73,3 +73,24 @@ def test_eight_bit_matmuls_have_a_roof_of_their_own() -> None:
     shown = compute_roofline(build_plan(ss.Layout.megatron(), precision="fp8-mixed"))
     assert list(shown.peaks) == ["fp8", "bf16"]
     assert {one.precision for one in shown.operators if one.kind == "attention"} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "expected"),
+    [
+        (ss.Layout.ddp(), "bf16-mixed", "fp32"),
+        (ss.Layout.fsdp2(), "bf16-mixed", "bf16"),
+        (ss.Layout.fsdp2(), "fp8-mixed", "bf16"),
+        (ss.Layout.megatron(ep=8), "fp8-mixed", "fp8"),
+    ],
+)
+def test_experts_are_bounded_by_the_peak_of_their_own_dtype(
+    layout: ss.Layout, precision: str, expected: str
+) -> None:
+    """Autocast leaves grouped matmuls in fp32, and torchao's float8 converts Linears only."""
+    shown = compute_roofline(build_plan(layout, MIXTRAL, precision=precision))
+    experts = [one for one in shown.operators if one.kind == "expert matmul"]
+    assert {one.precision for one in experts} == {expected}
+    assert shown.peaks[expected] == H100.gpu.peak_flops[expected]
+    for one in experts:
+        assert one.flops / one.seconds <= shown.compute_attainable(one) * 1.001

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardscope as ss
+from shardscope.catalog import links
 from shardscope.timing.collectives import compute_transfer_seconds, find_bounding_link, place_group
 from shardscope.timing.rates import MeasuredCalls, look_up_rates
 from shardscope.timing.traffic import Collective, Transfer
@@ -59,6 +61,17 @@ def test_all_to_all_uses_the_network_card_of_every_rank() -> None:
     expected = 56 / 64 * 1e9 / RATES.between.bytes_per_second
     assert compute_seconds("all_to_all", 1e9, 64) == pytest.approx(expected, rel=0.01)
     assert compute_seconds("all_to_all", 1e9, 8) < expected / 4
+
+
+def test_a_send_across_nodes_takes_as_long_as_its_slowest_hop() -> None:
+    """Of 16 ranks in a ring, most send over PCIe, which is slower than the network here."""
+    rates = look_up_rates(replace(MANY, intra_node_link=links["pcie-3-x16"]))
+    assert rates.inside.bytes_per_second < rates.between.bytes_per_second
+    ring, pair = build_transfer("send", 1e9, 16), build_transfer("send", 1e9, 2, 8)
+    for transfer, link in ((ring, rates.inside), (pair, rates.between)):
+        expected = 1e9 / link.bytes_per_second + link.latency_seconds
+        assert compute_transfer_seconds(transfer, 8, rates) == pytest.approx(expected)
+        assert find_bounding_link(transfer, 8, rates) == link
 
 
 def test_find_bounding_link_returns_the_slowest_link() -> None:

@@ -133,22 +133,23 @@ def _print_plan(
     why_no_step: str | None,
     findings: list[Finding],
 ) -> None:
-    from shardscope.core.number_format import format_gib
+    from shardscope.core.cluster import name_device
+    from shardscope.core.number_format import format_gib, format_rate, format_share
     from shardscope.timing.report import format_part
 
     low, high = format_gib(memory.low_bytes), format_gib(memory.high_bytes)
     peak = (
         f"peak {format_gib(memory.peak_bytes)} of {format_gib(memory.usable_bytes)} GiB on the fullest rank"
     )
-    mfu = f", MFU {100 * step.mfu:.0f} %" if step and step.mfu is not None else ""
-    device = "GPU" if plan.on_gpu else "rank"
+    mfu = f", MFU {format_share(step.mfu)}" if step and step.mfu is not None else ""
     print_fields(
         {
             "plan": f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}",
             "memory": f"{memory.verdict}: {peak} ({low} to {high}), in {memory.peak_phase}",
-            "step": f"{step.seconds:,.3g} s, {step.tokens_per_second_per_gpu:,.0f} tokens/s per {device}{mfu}"
-            if step
-            else why_no_step,
+            "step": why_no_step
+            if step is None
+            else f"{step.seconds:,.3g} s, {format_rate(step.tokens_per_second_per_gpu)} tokens/s per "
+            f"{name_device(plan.cluster)}{mfu}",
         }
     )
     print()

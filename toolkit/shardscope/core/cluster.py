@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from types import MappingProxyType
-from typing import Self
+from typing import Literal, Self
 
 from shardscope.core.errors import (
     Value,
@@ -289,6 +289,11 @@ class Cluster(Serializable):
         from shardscope.machine.detection import detect_cluster
 
         return detect_cluster()
+
+
+def choose_mixed_precision(gpu: Gpu) -> Literal["bf16-mixed", "fp16-mixed"]:
+    """Return the mixed precision that the GPU's matrix units support: fp16 before Ampere, else bf16."""
+    return "fp16-mixed" if gpu.architecture in BEFORE_AMPERE else "bf16-mixed"
 
 
 def name_device(cluster: Cluster) -> str:

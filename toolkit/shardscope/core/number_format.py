@@ -75,6 +75,17 @@ def format_kib(num_bytes: float) -> str:
     return f"{num_bytes / 2**10:,.1f}"
 
 
+def format_rate(per_second: float) -> str:
+    """Return a rate without its unit: whole from 10 on, with two significant digits below."""
+    return f"{per_second:,.0f}" if per_second >= 9.95 else f"{per_second:.2g}"
+
+
+def format_share(share: float) -> str:
+    """Return a share in per cent: ``41 %``, or with two significant digits below 1 %."""
+    value = 100 * share
+    return f"{value:.0f} %" if value >= 0.95 or not value else f"{value:.2g} %"
+
+
 def format_count(number: float, noun: str) -> str:
     """Return a count with its noun: ``3 layers``, ``1 layer``, ``4,096 tokens``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -55,11 +55,13 @@ def compute_roofline(plan: Plan) -> LayerRoofline:
         frameworks[plan.layout.framework].timing_model(),
     )
     gpu, recipe, has_experts = plan.cluster.gpu, plan.recipe, plan.architecture.num_moe_layers > 0
+    operators = list_layer_operators(work, has_experts)
+    # The matmuls' dtype first. Experts may have another one (``LayerWork.expert_precision``).
+    dtypes = (PEAKS[recipe.precision], HALF_PEAKS[recipe.precision], *(one.precision for one in operators))
     peaks = {
         name: gpu.peak_flops.get(name) or work.rates.get_matmul_rate(name).flops_per_second
-        for name in (PEAKS[recipe.precision], HALF_PEAKS[recipe.precision])
+        for name in dict.fromkeys(dtypes)
     }
-    operators = list_layer_operators(work, has_experts)
     layer = work.compute_layer(has_experts)
     return LayerRoofline(
         plan=plan,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.core.cluster import choose_mixed_precision
 from shardscope.core.errors import Fix, find_nearest, find_similar, refuse
 from shardscope.families.registry import find_family, list_families_with
 from shardscope.memory.activations.forward import find_modules
@@ -405,7 +406,7 @@ def _check_float8(plan: Plan) -> None:
             "Recipe.precision",
             "fp8-mixed",
             f"another on {plan.cluster.gpu.name}, which has no 8-bit floating point",
-            {"precision": "bf16-mixed"},
+            {"precision": choose_mixed_precision(plan.cluster.gpu)},
         )
     if plan.degrees.tp > 1:
         refuse("Recipe.precision", "fp8-mixed", "another with tp > 1", {"precision": "bf16-mixed"})

@@ -97,10 +97,15 @@ def find_bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> 
     inside, between = rates.inside, rates.between
     if placement.num_nodes == 1:
         return inside
-    many = transfer.collective in ("send", "all_to_all")
-    # Rings use the adapters of all members on a node; a send or an all-to-all uses the rank's own.
-    across = between.bytes_per_second * (1 if many else placement.members)
-    return inside if placement.members > 1 and inside.bytes_per_second < across else between
+    # A send has the same bytes on every hop. Of an all-to-all most bytes leave the node, over the rank's own
+    # adapter; a ring uses the adapters of all its members on a node.
+    near, across = 1.0, 1.0
+    if transfer.collective == "all_to_all":
+        near, across = placement.members - 1, transfer.ranks - placement.members
+    elif transfer.collective != "send":
+        across = 1 / placement.members
+    is_inside = near / inside.bytes_per_second > across / between.bytes_per_second
+    return inside if placement.members > 1 and is_inside else between
 
 
 def _compute_ring_or_tree(
@@ -158,10 +163,14 @@ def _compute_all_to_all(
 
 
 def _compute_send(num_bytes: float, placement: Placement, inside: LinkRate, between: LinkRate) -> float:
-    """Return the seconds of a send to the next rank; if the group spans nodes, of the inter-node hop."""
+    """Return the seconds of a send to the next rank, of the slowest hop: all ranks of a group send at once.
+
+    A group with one rank on each node has inter-node hops only.
+    """
     near = num_bytes / inside.bytes_per_second + inside.latency_seconds
     across = num_bytes / between.bytes_per_second + between.latency_seconds
-    return where(placement.num_nodes == 1, near, across)
+    slowest = where(placement.members > 1, maximum(near, across), across)
+    return where(placement.num_nodes == 1, near, slowest)
 
 
 def _compute_log2(number: float) -> float:

@@ -238,14 +238,19 @@ class LayerWork:
         assert experts is not None
         return tokens * experts.num_experts_per_tok * self.modules.expert_load
 
-    def get_expert_rate(self) -> MatrixRate:
-        """Return the rate of grouped matmuls: in the recipe's precision with Megatron's kernels.
+    @property
+    def expert_precision(self) -> str:
+        """Dtype of grouped matmuls: the recipe's precision with Megatron's kernels.
 
         Otherwise, autocast leaves them in the weights' fp32, and torchao's float8 converts Linears only.
         """
         if self.modules.kernels == "megatron":
-            return self.rate
-        return self.rates.get_matmul_rate("fp32") if self.modules.stream == FP32 else self.half_rate
+            return PEAKS[self.plan.recipe.precision]
+        return "fp32" if self.modules.stream == FP32 else HALF_PEAKS[self.plan.recipe.precision]
+
+    def get_expert_rate(self) -> MatrixRate:
+        """Return the rate of grouped matmuls, in :attr:`expert_precision`."""
+        return self.rates.get_matmul_rate(self.expert_precision)
 
     def _compute_attention(self) -> tuple[float, float]:
         """Return the seconds of core attention, forward and backward.

@@ -51,9 +51,10 @@ def list_layer_operators(work: LayerWork, moe: bool) -> list[OperatorCost]:
         routed, rate = work.count_routed_tokens(), work.get_expert_rate()
         for group, name, copies, rows, columns in list_rank_shapes(arch, moe, work.expert_tp, degrees.ep):
             if group == "experts" and rows > 1:
-                costs.append(
-                    _count_matmul(name, "expert matmul", rows, columns, copies, routed, rate, precision)
+                cost = _count_matmul(
+                    name, "expert matmul", rows, columns, copies, routed, rate, work.expert_precision
                 )
+                costs.append(cost)
     costs.append(_count_attention(work, moe))
     return costs
 

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.core.errors import check_choice, check_number
-from shardscope.core.number_format import Scale, format_gib
+from shardscope.core.number_format import Scale, format_gib, format_rate, format_share
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -293,14 +293,13 @@ class StepReport:
         return f"<StepReport {self._summary()}>"
 
     def _summary(self) -> str:
-        mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.0f} %"
+        mfu = "" if self.mfu is None else f", MFU {format_share(self.mfu)}"
         device = "GPU" if self.on_gpu else "rank"
         # CPU ranks and small models have less than one.
-        rate = self.tflops_per_gpu
-        tflops = f"{rate:.0f}" if rate >= 9.95 else f"{rate:.2g}"
+        tokens, tflops = format_rate(self.tokens_per_second_per_gpu), format_rate(self.tflops_per_gpu)
         return (
-            f"{self.tier} step: {format_seconds(self.seconds)}, {self.tokens_per_second_per_gpu:,.0f} "
-            f"tokens/s per {device}, {tflops} TFLOP/s{mfu}"
+            f"{self.tier} step: {format_seconds(self.seconds)}, {tokens} tokens/s per {device}, "
+            f"{tflops} TFLOP/s{mfu}"
         )
 
     def _tflops(self, flops: float) -> float:

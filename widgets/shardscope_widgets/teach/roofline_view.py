@@ -226,8 +226,14 @@ def _write_sentences(shown: LayerRoofline) -> list[str]:
         f"{precision} and {format_three_digits(shown.bytes_per_second / 1e12)} TB/s. Below {ridge:,.0f} FLOP "
         "per byte, where the line bends, memory bounds an operator; above it, arithmetic does."
     )
-    if others:
-        first += f" Attention runs in {others[0][0]} (dashed)."
+    for other, _ in others:
+        kinds = {one.kind for one in shown.operators if one.precision == other}
+        what = {
+            (True, False): "Attention runs",
+            (False, True): "Experts run",
+            (True, True): "Attention and experts run",
+        }["attention" in kinds, "expert matmul" in kinds]
+        first += f" {what} in {other} (dashed)."
     return [
         first,
         f"Points are the forward of one layer{experts} on one rank; the larger, the more of its time. "

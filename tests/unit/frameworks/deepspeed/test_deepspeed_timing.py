@@ -216,3 +216,16 @@ def test_stage_0_partitions_the_update_in_a_bf16_pipeline() -> None:
     assert stage_0["optimizer"] == pytest.approx(stage_1["optimizer"])
     assert stage_0["gathers"] == pytest.approx(stage_1["gathers"]) and stage_0["gathers"] > 0
     assert predict_step(0, 4).parts["gathers"] == 0
+
+
+# ----------------------------------------------------------------- adapters
+
+
+def test_adapters_of_two_projections_of_one_name_have_their_own_sizes() -> None:
+    """Attention and the MLP of GPT-2 both have a c_proj: a last bucket beyond all gradients had a negative
+    overlap."""
+    arch = ss.models["gpt2-xl"]
+    adapted = ss.Plan(arch, NODE, ss.Recipe(method="lora", seq_len=1024), ss.Layout.zero(stage=3))
+    (reduction,) = [one for one in get_traffic(adapted).transfers if one.part == "gradients"]
+    assert reduction.exposed_share == 1, "all gradients are in one bucket, reduced after backward"
+    assert min(adapted.step().hidden.values()) >= 0

@@ -167,28 +167,15 @@ def test_cp_trains_on_gpus_with_transformer_engine() -> None:
 
 
 @needs_installed("megatron")
-@pytest.mark.parametrize(
-    ("base", "expected"),
-    [
-        (
-            build_cp_plan("4xcpu"),
-            "Layout.cp is 2; allowed: 1 to train with Megatron-core on CPU ranks: its context "
-            f"parallelism is Transformer Engine's attention, whose kernels for it need a GPU "
-            f"(there: {INSTALL}); fsdp2",
-        ),
-        (
-            build_cp_plan("4xv100-sxm-32gb", precision="fp16-mixed"),
-            "on v100-sxm-32gb: its context parallelism is "
-            "Transformer Engine's attention, whose kernels for it need Ampere (sm80) or newer; fsdp2",
-        ),
-    ],
-    ids=["on CPU ranks", "before Ampere"],
-)
 @pytest.mark.usefixtures("transformer_engine")
-def test_cp_raises_on_devices_without_attention_kernels(base: ss.Plan, expected: str) -> None:
+def test_cp_raises_on_cpu_ranks() -> None:
+    base = build_cp_plan("4xcpu")
     message = why_not_trained(base)
-    assert message is not None and expected in message
-    assert message.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
+    assert message is not None and message.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
+    assert (
+        "Layout.cp is 2; allowed: 1 to train with Megatron-core on CPU ranks: its context parallelism is "
+        f"Transformer Engine's attention, whose kernels for it need a GPU (there: {INSTALL}); fsdp2"
+    ) in message
     assert why_not_trained(replace(base, layout=ss.Layout.fsdp2(cp=2))) is None
 
 

@@ -37,6 +37,14 @@ def test_roof_is_the_gpus_and_points_are_the_operators() -> None:
     assert "q_proj" in view.table.value and "990 TFLOP/s" in view.heading.value
 
 
+def test_the_second_roof_is_named_after_those_who_run_under_it() -> None:
+    """Under DDP autocast leaves the matmuls of experts in fp32; fp8 converts no attention."""
+    in_fp8 = ss.Plan(LLAMA, PLAN.cluster, ss.Recipe(precision="fp8-mixed"), ss.Layout.fsdp2())
+    experts = ss.Plan(ss.models["mixtral-8x7b"], PLAN.cluster, PLAN.recipe, ss.Layout.ddp())
+    for plan, words in ((in_fp8, "Attention runs in bf16"), (experts, "Experts run in fp32")):
+        assert f" {words} (dashed)." in RooflineView(plan).heading.value
+
+
 def test_steps_are_micro_batches_and_buttons_sequences() -> None:
     view = RooflineView(PLAN)
     assert view.step == 0 and "1 × 4,096" in view.figure.words

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
+from shardscope.core.cluster import choose_mixed_precision
 from shardscope.core.errors import refuse
 from shardscope.core.ops import map_distinct
 from shardscope.frameworks.megatron.layout import get_layout
@@ -89,7 +90,7 @@ def check_fp8(arch: Architecture, cluster: Cluster, recipe: Recipe, tokens: int,
             "Recipe.precision",
             recipe.precision,
             f"another on {gpu.name}: Transformer Engine's fp8 runs on NVIDIA's Ada, Hopper and Blackwell",
-            {"precision": "bf16-mixed"},
+            {"precision": choose_mixed_precision(gpu)},
         )
     if tokens % _ROWS:
         refuse(

@@ -212,6 +212,7 @@ class MegatronLayout(Layout):
             # decoder layer.
             check_layers(architecture, self.pp, self.vpp)
         check_context(recipe, self.cp)
+        self.check_attention(cluster, recipe)
         data_parallel = compute_remaining_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
         self._check_expert_tp(architecture)
         check_experts(architecture, self.ep, data_parallel * self.cp * self.tp // self.expert_tp)
@@ -354,6 +355,31 @@ class MegatronLayout(Layout):
                 self.tp,
                 f"a divisor of the {tokens} tokens a rank sees (sequence parallel)",
                 {"tp": divisor} if divisor > 1 else {"seq_len": longer},
+            )
+
+    def check_attention(self, cluster: Cluster, recipe: Recipe) -> None:
+        """Raise ``ValueError`` for fused attention, or context parallelism, on GPUs older than Ampere.
+
+        Transformer Engine's kernels for both need sm80 (attention/dot_product_attention/utils.py,
+        ``get_attention_backend``): before, it takes unfused operators, which have no context parallelism.
+        """
+        gpu = cluster.gpu
+        if gpu.vendor == "cpu" or gpu.has_flash_attention:
+            return
+        if recipe.attention == "flash":
+            refuse(
+                "Recipe.attention",
+                "flash",
+                f"None or 'eager' on {gpu.name}: FlashAttention begins with Ampere",
+                {"attention": None},
+            )
+        if self.cp > 1:
+            refuse(
+                "Layout.cp",
+                self.cp,
+                f"1 with Megatron-core on {gpu.name}: its context parallelism is Transformer Engine's "
+                "attention, whose kernels for it need Ampere (sm80) or newer; fsdp2 needs none of it",
+                {"cp": 1},
             )
 
     def check_micro_batches(self, recipe: Recipe, degrees: Degrees) -> None:

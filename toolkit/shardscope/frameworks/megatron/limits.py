@@ -94,18 +94,15 @@ def _check_context_kernels(plan: Plan, cp: int) -> None:
     """Raise ``ValueError`` for a plan without a Transformer Engine backend for context parallelism.
 
     ``get_attention_backend`` (dot_product_attention/utils.py) allows only FlashAttention and cuDNN with
-    context parallelism. Neither supports fp32, or GPUs older than sm80.
+    context parallelism. Neither supports fp32; GPUs older than sm80 are refused by the layout.
     """
     attention = "its context parallelism is Transformer Engine's attention, whose kernels for it need"
-    if not plan.on_gpu or not plan.cluster.gpu.has_flash_attention:
-        gpu = plan.cluster.gpu.name
-        where, needed = (
-            (gpu, "Ampere (sm80) or newer") if plan.on_gpu else ("CPU ranks", f"a GPU (there: {INSTALL})")
-        )
+    if not plan.on_gpu:
         refuse(
             "Layout.cp",
             cp,
-            f"1 to train with Megatron-core on {where}: {attention} {needed}; fsdp2 needs none of it",
+            f"1 to train with Megatron-core on CPU ranks: {attention} a GPU (there: {INSTALL}); fsdp2 needs "
+            "none of it",
             f"layout=Layout.fsdp2(cp={cp})",
         )
     if plan.recipe.precision == "fp32":

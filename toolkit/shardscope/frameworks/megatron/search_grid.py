@@ -56,6 +56,11 @@ def _combine_degrees(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Co
     """Return the columns that do not depend on how sequences and experts are sharded."""
     # Embedding and loss may count as a layer each, so a chunk has at least one of ``layers + 2``.
     ranks, layers = list_divisors(cluster.num_gpus), arch.num_hidden_layers
+
+    def check_cp(cp: int) -> None:
+        check_context(recipe, cp)
+        MegatronLayout(cp=cp).check_attention(cluster, recipe)
+
     pipelines = [
         (pp, vpp)
         for pp in ranks
@@ -67,7 +72,7 @@ def _combine_degrees(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Co
         recipe,
         {
             ("tp",): filter_valid(lambda tp: check_heads(arch, tp, True), ranks),
-            ("cp",): filter_valid(lambda cp: check_context(recipe, cp), ranks),
+            ("cp",): filter_valid(check_cp, ranks),
             ("pp", "vpp"): pipelines,
             ("ep",): filter_valid(lambda ep: check_experts(arch, ep, ep), ranks),
         },

@@ -24,6 +24,7 @@ from shardscope.memory.activations.modules.attention import (
     list_latent_tensors,
     list_query_key_norms,
     passes_mask,
+    resolve_attention,
 )
 from shardscope.memory.activations.modules.compiled_layers import (
     compute_compiled_recomputation,
@@ -112,7 +113,7 @@ def find_modules(plan: Plan) -> Modules:
         uses_dora=recipe.use_dora,
         on_gpu=plan.on_gpu,
         dropout=recipe.dropout,
-        attention=recipe.attention,
+        attention=resolve_attention(plan),
         fused_attention=find_fused_attention(plan),
         broadcasts_views=all_true(broadcasts_views(plan.architecture, recipe.micro_batch_size)),
         expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,

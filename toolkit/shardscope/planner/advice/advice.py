@@ -14,6 +14,7 @@ from html import escape
 from shardscope.core.architecture import Architecture
 from shardscope.core.cluster import Cluster
 from shardscope.core.errors import FieldError, Value, check_choice, find_nearest, refuse
+from shardscope.core.number_format import format_share
 from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import check_trained
@@ -26,7 +27,7 @@ from shardscope.planner.advice import (
 )
 from shardscope.planner.advice.alternatives import list_alternatives, list_near_plans
 from shardscope.planner.advice.plan_evaluator import PAYS, EvaluatedPlan, PlanEvaluator, lacks_bf16
-from shardscope.planner.advice.plans_from_search import MAX_ALTERNATIVES
+from shardscope.planner.advice.plans_from_search import MAX_ALTERNATIVES, WORTH_ONE_MORE
 from shardscope.planner.advice.question_path import Draft, QuestionPath
 from shardscope.planner.differences import does_the_same
 from shardscope.planner.search.search import Progress
@@ -276,7 +277,7 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Seque
     # second.
     if best.timed is not None:
         mfu = best.timed.mfu
-        share = "" if mfu is None else f", {100 * mfu:.0f} % of the datasheet's peak"
+        share = "" if mfu is None else f", {format_share(mfu)} of the datasheet's peak"
         sentences.append(f"Predicted: {descriptions.describe_speed(best)}{share}.")
         if not plan.recipe.has_adapters:
             tokens = TOKENS_PER_PARAMETER * plan.architecture.num_parameters
@@ -300,8 +301,29 @@ def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Seque
             "Shardscope plans and exports it; it cannot be launched here, where "
             f"{refusal.field} is limited to {refusal.allowed}."
         )
-    sentences.append("Use a more complex plan only if a measured run shows the need.")
+    sentences.append(_describe_more_complex_plans(path.evaluator, best, alternatives))
     return " ".join(sentences)
+
+
+def _describe_more_complex_plans(
+    evaluator: PlanEvaluator, best: EvaluatedPlan, alternatives: Sequence[Alternative]
+) -> str:
+    """Return when to use another plan: after a measurement, unless one is predicted to be far faster.
+
+    A gain of :data:`WORTH_ONE_MORE` is no prediction error. Alternatives on other clusters, or that train
+    something else, are no faster way to the same.
+    """
+    for plan, _ in alternatives:
+        if plan.cluster != best.plan.cluster or not evaluator.trains_the_same(plan.recipe):
+            continue
+        other = evaluator.evaluate_plan(plan.layout, plan.recipe)
+        if not isinstance(other, EvaluatedPlan) or not other.seconds or not best.seconds:
+            continue
+        if other.seconds * WORTH_ONE_MORE < best.seconds:
+            name = descriptions.name_plan(plan, best.plan.recipe)
+            gain = descriptions.compare_speed(other, best)
+            return f"The alternative {name} is predicted to be {gain}."
+    return "Use a more complex plan only if a measured run shows the need."
 
 
 def _describe_speed(best: EvaluatedPlan, alternatives: Sequence[Alternative]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.cluster import name_device
 from shardscope.core.errors import FieldError
-from shardscope.core.number_format import format_gib, join_list
+from shardscope.core.number_format import format_gib, format_rate, join_list
 from shardscope.memory.state.quantization import count_quantized
 from shardscope.planner.memory_needs import WHILE_BUILT, list_memory_needs
 from shardscope.timing.report import format_seconds
@@ -107,7 +107,9 @@ def describe_speed(evaluated: EvaluatedPlan) -> str:
     report = evaluated.timed
     if report is None:
         return "time not known"
-    rate = f"{report.tokens_per_second_per_gpu:,.0f} tokens/s per {name_device(evaluated.plan.cluster)}"
+    rate = (
+        f"{format_rate(report.tokens_per_second_per_gpu)} tokens/s per {name_device(evaluated.plan.cluster)}"
+    )
     return f"{format_seconds(report.seconds)} per step, {rate}"
 
 

@@ -146,6 +146,11 @@ def ask_links(path: QuestionPath) -> None:
         "Tensor parallelism waits for a transfer in every layer, so it belongs inside a node; sharding and "
         "pipelines move less often, and can hide it."
     )
+    if cluster.gpus_per_node == 1:
+        device = name_device(cluster)
+        answer = f"A node has one {device}: every degree crosses nodes."
+        path.record_turn("", question, answer, f"{across:,.0f} GB/s a {device} between", why)
+        return
     if inside < SLOWER * across:
         path.record_turn("", question, "No: degrees may cross nodes.", number, why)
         return

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardscope.core.cluster import BEFORE_AMPERE, Cluster
+from shardscope.core.cluster import BEFORE_AMPERE, Cluster, choose_mixed_precision
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import frameworks
@@ -206,7 +206,8 @@ def check_update_precision(case: Case) -> Iterator[Finding]:
     if plan.recipe.precision != "bf16" or plan.recipe.has_adapters or defaults.keeps_fp32_weights(plan):
         return
     smallest = ROUNDOFF["bf16"]
-    fixed = replace_plan_fields(plan, recipe={"precision": "bf16-mixed"})
+    mixed = choose_mixed_precision(plan.cluster.gpu)
+    fixed = replace_plan_fields(plan, recipe={"precision": mixed})
     rate = getattr(case.task, "learning_rate", None)
     beyond = (
         f" At a learning rate of {rate:g} that is every weight beyond {rate / smallest:.2g}." if rate else ""
@@ -217,6 +218,7 @@ def check_update_precision(case: Case) -> Iterator[Finding]:
         why=f"Weights in bf16 alone: an update below {format_percent(smallest)} of its weight is lost "
         f"(Micikevicius et al. 2018, section 3.1).{beyond}",
         number=100 * smallest,
-        change="Mixed precision (bf16), with fp32 originals" + _describe_shortage(case, fixed),
+        change=f"Mixed precision ({mixed.removesuffix('-mixed')}), with fp32 originals"
+        + _describe_shortage(case, fixed),
         plan=fixed,
     )

@@ -58,7 +58,7 @@ def _describe_cost(case: Case, fixed: Variant) -> str:
 
 
 def check_unneeded_recomputation(case: Case) -> Iterator[Finding]:
-    """Report recomputation although the activations would fit.
+    """Report recomputed or offloaded activations although they would fit.
 
     A tight fit does not count: some of such runs run out of memory (``MemoryReport.is_tight``).
     """
@@ -76,9 +76,13 @@ def check_unneeded_recomputation(case: Case) -> Iterator[Finding]:
     if fixed is None or case.compute_gain(fixed) < NOTICEABLE:
         return
     won = case.step.seconds - fixed.step.seconds
-    kind = WORDS[fixed.plan.recipe.recompute]
+    kind, name = WORDS[fixed.plan.recipe.recompute], "recomputation-on"
+    if recipe.recompute == "offload":
+        name = "activations-offloaded-though-room"
+        if fixed.plan.recipe.recompute == "none":
+            kind = "activations kept on the GPU"
     yield Finding(
-        name="recomputation-on",
+        name=name,
         severity="warning",
         why=f"With {kind}, the peak is {format_gib(fixed.memory.peak_bytes)} of "
         f"{format_gib(fixed.memory.usable_bytes)} GiB and a step is {format_seconds(won)} shorter "

@@ -49,6 +49,8 @@ def check_matrix_unit_alignment(case: Case) -> Iterator[Finding]:
     width = list_widths_on_rank(plan)[name]
     also = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
     suggestion, fixed = _align_matmul_width(plan, name, multiple)
+    if name not in (TOKENS, "vocabulary") and _has_given_model(case, fixed):
+        return
     yield Finding(
         name="width-misses-matrix-units",
         severity="hint" if name == TOKENS else "warning",
@@ -66,7 +68,8 @@ def check_cache_line_alignment(case: Case) -> Iterator[Finding]:
     # Published runs show this slowdown on some GPU generations only (MatrixRate.unaligned_slowdown).
     slower = _slower_unaligned(case)
     missed = [name for name in _weight_widths(plan) if _weight_widths(plan)[name] % ALIGNED]
-    if not slower or not missed:
+    # They ran in half precision: in fp32 64 numbers are 256 bytes.
+    if not slower or not missed or plan.recipe.precision == "fp32":
         return
     name = missed[0]
     also = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
@@ -74,6 +77,8 @@ def check_cache_line_alignment(case: Case) -> Iterator[Finding]:
     even = (variant for variant in smaller if not _weight_widths(variant.plan)[name] % ALIGNED)
     fixed = find_fastest(variant for variant in even if case.compute_gain(variant) > 0)
     suggestion, other_model = align_width(plan, name, ALIGNED)
+    if _has_given_model(case, fixed.plan if fixed else other_model):
+        return
     yield Finding(
         name="width-off-128-bytes",
         severity="hint",
@@ -84,6 +89,12 @@ def check_cache_line_alignment(case: Case) -> Iterator[Finding]:
         change=f"tp={fixed.plan.degrees.tp} instead of {plan.degrees.tp}" if fixed else suggestion,
         plan=fixed.plan if fixed else other_model,
     )
+
+
+def _has_given_model(case: Case, fixed: Plan | None) -> bool:
+    """Return whether the fix is another model, although the plan fine-tunes given weights."""
+    is_finetune = case.plan.recipe.has_adapters or getattr(case.task, "weights", None) is not None
+    return is_finetune and (fixed is None or fixed.architecture != case.plan.architecture)
 
 
 def _slower_unaligned(case: Case) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from shardscope.core.cluster import choose_mixed_precision
 from shardscope.core.serialization import replace_fields
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ def _list_changes(plan: Plan, topic: Topic) -> Iterator[tuple[str, dict[str, obj
             if recipe.kernels != kernels and kernels in layout.supported_kernels:
                 yield f"{kernels} kernels", {}, {"kernels": kernels}
     if topic == "precision" and recipe.precision == "fp32":
-        yield "mixed precision (bf16-mixed)", {}, {"precision": "bf16-mixed"}
+        precision = choose_mixed_precision(plan.cluster.gpu)
+        yield f"mixed precision ({precision})", {}, {"precision": precision}
     if topic == "recomputation" and recipe.recompute != "none":
         for kind in ("none", "selective"):
             if kind != recipe.recompute:

@@ -129,7 +129,10 @@ def _module_call_builder(
     the same input have one each.
     """
     targets = find_adapter_targets(arch, adapters) if adapters else ()
-    linears = dict(arch.layer_linears(find_first_layer(arch, moe)))
+    # GPT-2 has two projections of one name, c_proj: in order, each path of a name has the next shape.
+    linears: dict[str, list[tuple[int, int]]] = {}
+    for linear, shape in arch.layer_linears(find_first_layer(arch, moe)):
+        linears.setdefault(linear, []).append(shape)
     inputs = list_attention_inputs(arch)
     # By branch: whether no adapter was met yet.
     before_adapters = dict.fromkeys((False, True), adapters is not None and is_first)
@@ -155,7 +158,7 @@ def _module_call_builder(
         saved_views = (0,) if find_family(arch).projections == "matmul" and name in linears else ()
         if adapters is None or name not in targets:
             return ModuleCall(params, (), adapters is None, saved_views, has_backward, is_feed_forward)
-        output_size, input_size = linears[name]
+        output_size, input_size = linears[name].pop(0)
         reaches_input = has_backward and not (is_first and name in inputs)
         before_adapters[is_parallel_branch] = False
         lora_a, lora_b = (adapters.adapter_rank * size for size in (input_size, output_size))

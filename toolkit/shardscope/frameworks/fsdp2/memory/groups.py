@@ -216,15 +216,17 @@ def _list_tensors(
 ) -> list[tuple[int, bool]]:
     """Return (elements, whether trainable) of a layer's tensors in order, adapters after their Linear."""
     tensors = []
-    linears = dict(arch.layer_linears(find_first_layer(arch, moe)))
+    linears = list(arch.layer_linears(find_first_layer(arch, moe)))
     targets = find_adapter_targets(arch, adapter_recipe) if adapter_recipe else ()
     for shape in list_rank_shapes(arch, moe, tp, ep):
         tensors.append((shape.copies * shape.rows * shape.columns, adapter_recipe is None))
         # peft adds lora_A and lora_B to the Linear, so they follow its weight in named_parameters().
         module, _, kind = shape.name.rpartition(".")
         target = module.rpartition(".")[2]
-        if adapter_recipe and kind == "weight" and target in targets and target in linears:
-            out, inner = linears[target]
+        # GPT-2 has two projections of one name, c_proj: in order, each name has the next shape.
+        position = next((at for at, (name, _) in enumerate(linears) if name == target), None)
+        if adapter_recipe and kind == "weight" and target in targets and position is not None:
+            out, inner = linears.pop(position)[1]
             rank = adapter_recipe.adapter_rank
             tensors += [(ceil_div(rank * size, tp), True) for size in (inner, out)]
             tensors += [(out, True)] * adapter_recipe.use_dora

@@ -14,6 +14,7 @@ from shardscope.frameworks.megatron.engine.context_parallel import get_context_a
 from shardscope.frameworks.megatron.layout import get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 from shardscope.frameworks.megatron.weights.config import convert_config, convert_rope
+from shardscope.memory.activations.modules.attention import resolve_attention
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -166,12 +167,15 @@ def _build_chunk(
 
 
 def choose_attention(plan: Plan) -> type[torch.nn.Module]:
-    """Return the core attention class that matches ``plan``: for "eager" Megatron-core's own."""
+    """Return the core attention class that matches ``plan``: for "eager" Megatron-core's own.
+
+    GPUs before Ampere have it by default (``resolve_attention``).
+    """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     if plan.degrees.cp > 1:
         return get_context_attention()
-    return DotProductAttention if plan.recipe.attention == "eager" else FusedAttention
+    return DotProductAttention if resolve_attention(plan) == "eager" else FusedAttention
 
 
 def _use_marked_norms(layer: ModuleSpec) -> None:

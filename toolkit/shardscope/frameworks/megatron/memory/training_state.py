@@ -20,7 +20,7 @@ from shardscope.frameworks.megatron.layout import count_replicas, get_layout
 from shardscope.frameworks.megatron.memory import precision_aware
 from shardscope.frameworks.megatron.memory.peaks import compute_stage_activations
 from shardscope.frameworks.megatron.memory.pipeline import count_chunk_layers
-from shardscope.memory.activations.modules.attention import get_attention_widths
+from shardscope.memory.activations.modules.attention import get_attention_widths, resolve_attention
 from shardscope.memory.activations.modules.megatron import count_branches
 from shardscope.memory.report import Term, sum_parts, zero_term
 from shardscope.memory.state.stages import (
@@ -336,7 +336,7 @@ def _count_staging_elements(plan: Plan, stage: Stage) -> tuple[int, int]:
     ranks = (latent.q_lora_rank or 0, latent.kv_lora_rank) if latent else ()
     widest = max((arch.hidden_size, *ranks))
     scores = 0
-    if recipe.attention == "eager":
+    if resolve_attention(plan) == "eager":
         # baddbmm of queries and keys takes a buffer that is never freed (dot_product_attention.py, "mpu").
         rows = recipe.micro_batch_size * ceil_div(arch.num_attention_heads, degrees.tp)
         scores = rows * recipe.seq_len * recipe.seq_len

@@ -37,6 +37,7 @@ from shardscope.frameworks.megatron.rehearsal.fused_modules import (
     look_up_embedding,
     softmax_batch_per_block,
 )
+from shardscope.memory.activations.modules.attention import resolve_attention
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
 from shardscope.rehearsal.result import RehearsedStage
 
@@ -73,12 +74,15 @@ def rehearse(
     Raises ``ValueError`` naming what megatron-core cannot build without CUDA.
     """
     check_rehearsed(plan)
-    if plan.recipe.attention == "eager" and plan.architecture.latent_attention is not None:
+    if resolve_attention(plan) == "eager" and plan.architecture.latent_attention is not None:
+        # GPUs before Ampere have unfused attention by default.
+        is_default = plan.recipe.attention is None
         refuse(
             "Recipe.attention",
-            "eager",
-            "None or 'flash' with latent attention: megatron-core's DotProductAttention lacks its widths",
-            {"attention": None},
+            plan.recipe.attention,
+            "fused attention (None or 'flash' from Ampere on) with latent attention: megatron-core's "
+            "DotProductAttention lacks its widths",
+            {"layout": "fsdp2"} if is_default else {"attention": None},
         )
     import_with_fused_regions()
     results = []
@@ -246,7 +250,7 @@ class _StageRehearsal:
         virtual_stage = chunk if degrees.vpp > 1 else None
         layers = self._list_layer_specs(config, virtual_stage)
         for layer in layers:
-            _use_fused_kernels(layer, fused_attention=recipe.attention != "eager")
+            _use_fused_kernels(layer, fused_attention=resolve_attention(self.plan) != "eager")
         is_learned = arch.position_embedding == "learned"
         model = GPTModel(
             config,

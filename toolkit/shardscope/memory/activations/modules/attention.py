@@ -220,6 +220,19 @@ def find_fused_attention(plan: Plan) -> str:
     return "none" if plan.recipe.precision.startswith("bf16") else "efficient"
 
 
+def resolve_attention(plan: Plan) -> str | None:
+    """Return ``Recipe.attention``, or ``eager`` where Megatron-core's default has no fused kernel.
+
+    Before Ampere Transformer Engine has neither FlashAttention nor cuDNN's attention, and takes unfused
+    operators by itself (2.8, attention/dot_product_attention/utils.py, ``get_attention_backend``: "Disabling
+    FusedAttention for compute capability < sm80").
+    """
+    attention = plan.recipe.attention
+    if attention is None and plan.kernels == "megatron" and plan.on_gpu:
+        return None if plan.cluster.gpu.has_flash_attention else "eager"
+    return attention
+
+
 def has_no_fused_kernel(arch: Architecture, modules: Modules) -> bool:
     """Return whether CUDA has no fused kernel for this attention.
 
