@@ -22,8 +22,10 @@ from shardscope.training.examples.file_rows import (
     JSON_LINES,
     FileRows,
     check_is_utf8,
+    check_table_rows,
     find_delimiter,
     has_rows,
+    has_wide_first_row,
     read_header,
     write_readable_copies,
 )
@@ -265,6 +267,7 @@ def _read_files(field: str, files: list[Path], skips_unreadable: bool) -> Rows:
     except FieldError:
         raise
     except Exception as error:  # DatasetGenerationError around whatever the parser raised.
+        check_tables(field, files, skips_wide=skips_unreadable)
         if skips_unreadable and files[0].suffix.lower() in (*JSON_LINES, *DELIMITERS):
             with tempfile.TemporaryDirectory() as folder:
                 copies = write_readable_copies(files, Path(folder))
@@ -289,6 +292,9 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     loader, options = LOADERS[files[0].suffix.lower()], dict[str, object]()
     if loader == "csv":
         options["delimiter"] = find_delimiter(files[0])
+        if any(has_wide_first_row(path) for path in files):
+            # Callers name the line, as for rows of which pandas raises this.
+            raise ValueError("the first row has more cells than the header")
         # As text: pandas would read the answer "2" as a number, and "007" as 7.
         options["features"] = datasets.Features(
             {name: datasets.Value("string") for name in read_header(files[0])}
@@ -328,6 +334,16 @@ def check_json_lines(field: str, files: list[Path]) -> None:
                     refuse(field, str(path), allowed, f"make {column} {kind} in every line")
 
 
+def check_tables(field: str, files: list[Path], *, skips_wide: bool = False) -> None:
+    """Raise ``ValueError`` with the first line of CSV files that cannot be read, as ``check_json_lines``.
+
+    ``skips_wide``: rows with more cells than the header are accepted, as they are left out.
+    """
+    for path in files:
+        if path.suffix.lower() in DELIMITERS:
+            check_table_rows(field, path, skips_wide=skips_wide)
+
+
 def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
     if path.suffix.lower() == ".json":
         return  # One value of any number of lines: the parser's own message names the place.
@@ -337,9 +353,14 @@ def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
                 continue
             allowed = f"a JSON object on each line; line {number} is {_shorten_line(line)}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip())
             except (ValueError, RecursionError) as error:
-                refuse(field, str(path), f"{allowed} ({error})", f"repair or remove line {number}")
+                # Its own text counts the line's end as a second line.
+                if isinstance(error, json.JSONDecodeError):
+                    reason = f"{error.msg}, at character {error.pos + 1:,}"
+                else:
+                    reason = str(error)
+                refuse(field, str(path), f"{allowed} ({reason})", f"repair or remove line {number}")
             if not isinstance(row, dict):
                 refuse(field, str(path), allowed, f"repair or remove line {number}")
             yield number, row

@@ -18,6 +18,7 @@ from shardscope.training.examples.rows import (
     LOADERS,
     Row,
     check_json_lines,
+    check_tables,
     describe_source,
     list_files,
     load_files,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MAX_FIRST_ROWS = 2000
 """Rows at the beginning of a stream that previews and checks read."""
 MAX_CHECKED_BYTES = 10**9
-"""Largest JSONL file that is parsed again to find an unreadable line, which takes about ten seconds."""
+"""Largest JSONL or CSV file that is read again to find an unreadable line, which takes about ten seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +138,11 @@ def _refuse_unreadable(field: str, source: object, error: Exception, num_read: i
     # Arrow's and pandas' messages have no line, so look for it.
     for path in list_stream_files(field, source):
         check_is_utf8(field, path)
-        if LOADERS[path.suffix.lower()] == "json" and path.stat().st_size <= MAX_CHECKED_BYTES:
+        if path.stat().st_size > MAX_CHECKED_BYTES:
+            continue
+        if LOADERS[path.suffix.lower()] == "json":
             check_json_lines(field, [path])
+        check_tables(field, [path])
     cause = error.__cause__ or error
     text = str(cause).strip().splitlines()
     reason = text[0].rstrip(".") if text else type(cause).__name__
