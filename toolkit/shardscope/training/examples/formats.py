@@ -166,10 +166,17 @@ def _find_column(role: str, column_names: Sequence[str]) -> str | None:
     return next((by_lower_case[name] for name in COLUMN_NAMES[role] if name in by_lower_case), None)
 
 
-def _suggest_mapping(column_names: Sequence[str]) -> str:
-    # Row numbers come first in many tables, and no one means them.
+def list_text_columns(column_names: Sequence[str]) -> list[str]:
+    """Return the columns that a mapping suggests, in order: those whose names are not of row numbers.
+
+    Row numbers come first in many tables. All columns, if fewer than two are left.
+    """
     names = [name for name in column_names if not NUMBER_NAME.fullmatch(name.strip().lower())]
-    names = names if len(names) > 1 else list(column_names)
+    return names if len(names) > 1 else list(column_names)
+
+
+def _suggest_mapping(column_names: Sequence[str]) -> str:
+    names = list_text_columns(column_names)
     if len(names) == 1:
         return f'columns={{"text": "{names[0]}"}}'
     return f'columns={{"prompt": "{names[0]}", "completion": "{names[1]}"}}'
