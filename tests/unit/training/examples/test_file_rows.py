@@ -81,6 +81,37 @@ def test_the_line_of_a_table_that_cannot_be_read_is_named(
         read_first_rows(FIELD, path) if streaming else open_all(path)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("suffix", "first", "second", "message"),
+    [
+        (
+            "csv",
+            "prompt,completion\na,b\n",
+            "q,a\nc,d\n",
+            "a.csv has prompt and completion, and b.csv q and a",
+        ),
+        ("csv", "prompt,completion\na,b\n", "prompt;completion\nc;d\n", "and b.csv prompt;completion"),
+        ("jsonl", GOOD, '{"q": "c", "a": "d"}\n', "a.jsonl has prompt and completion, and b.jsonl q and a"),
+    ],
+)
+def test_a_file_with_other_columns_than_the_first_is_named(
+    suffix: str, first: str, second: str, message: str, streaming: bool, tmp_path: Path
+) -> None:
+    write(tmp_path / f"a.{suffix}", first)
+    other = write(tmp_path / f"b.{suffix}", second)
+    with pytest.raises(FieldError, match=message) as error:
+        read_first_rows(FIELD, tmp_path) if streaming else open_all(tmp_path)
+    assert str(other) in str(error.value) and "rename the columns" in str(error.value)
+
+
+def test_a_file_with_other_columns_is_named_when_unreadable_lines_are_skipped(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", GOOD + "{\n")
+    write(tmp_path / "b.jsonl", '{"q": "c", "a": "d"}\n')
+    with pytest.raises(FieldError, match=r"a\.jsonl has prompt and completion, and b\.jsonl q and a"):
+        open_all(tmp_path, "skip")
+
+
 def test_a_quote_that_is_never_closed_is_refused_with_skip_too(tmp_path: Path) -> None:
     """All rows after it would be lost as one cell."""
     path = write(tmp_path / "a.csv", 'prompt,completion\nWho,me?,x\nWho?,"Ahab\nWhat?,x\nWhere?,sea')

@@ -178,7 +178,7 @@ def read_header(path: Path) -> list[str]:
 
     Spreadsheets and pandas' own index leave a name empty.
     """
-    names = _split_header(path, find_delimiter(path))
+    names = split_header(path, find_delimiter(path))
     return [name or f"Unnamed: {index}" for index, name in enumerate(names)]
 
 
@@ -229,12 +229,13 @@ def _has_open_quote(path: Path, last_line: int, delimiter: str) -> bool:
 def find_delimiter(path: Path) -> str:
     """Return the delimiter of a CSV or TSV file: the usual one, unless only another divides its header."""
     usual = DELIMITERS[path.suffix.lower()]
-    if len(_split_header(path, usual)) != 1:
+    if len(split_header(path, usual)) != 1:
         return usual
-    return max((usual, *OTHER_DELIMITERS), key=lambda delimiter: len(_split_header(path, delimiter)))
+    return max((usual, *OTHER_DELIMITERS), key=lambda delimiter: len(split_header(path, delimiter)))
 
 
-def _split_header(path: Path, delimiter: str) -> list[str]:
+def split_header(path: Path, delimiter: str) -> list[str]:
+    """Return the cells of a CSV file's header, divided at ``delimiter``."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         return next((row for row in _divide_cells(file, delimiter) if not _is_blank(row)), [])
 
@@ -250,8 +251,10 @@ def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
 
     So the rows keep their numbers, and these are left out as malformed ones.
     """
-    copies = [folder / f"{number}{path.suffix}" for number, path in enumerate(files)]
+    # With their own names, which errors of the copies contain.
+    copies = [folder / str(number) / path.name for number, path in enumerate(files)]
     for path, copy in zip(files, copies, strict=True):
+        copy.parent.mkdir()
         if path.suffix.lower() in JSON_LINES:
             with path.open("rb") as source, copy.open("wb") as target:
                 target.writelines(line if _is_object(line) else b"{}\n" for line in source if line.strip())

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, cast
 
 from shardscope.core.errors import FieldError, find_similar, refuse
 from shardscope.core.number_format import join_list
@@ -27,6 +27,7 @@ from shardscope.training.examples.file_rows import (
     has_rows,
     has_wide_first_row,
     read_header,
+    split_header,
     write_readable_copies,
 )
 
@@ -319,9 +320,12 @@ def check_json_lines(field: str, files: list[Path]) -> None:
 
     Called where ``datasets`` has failed: its message has no line number.
     """
+    first_columns: dict[str, None] = {}
     for path in files:
         kinds: dict[str, tuple[str, int]] = {}
+        columns: dict[str, None] = {}
         for number, row in _iterate_json_lines(field, path):
+            columns |= dict.fromkeys(row)
             for column, value in row.items():
                 if value is None:
                     continue
@@ -332,6 +336,21 @@ def check_json_lines(field: str, files: list[Path]) -> None:
                         f"line {number}"
                     )
                     refuse(field, str(path), allowed, f"make {column} {kind} in every line")
+        if path == files[0]:
+            first_columns = columns
+        # ``datasets`` fills columns that are missing, and adds none.
+        elif not first_columns.keys() >= columns.keys():
+            _refuse_columns(field, files[0], path, list(first_columns), list(columns))
+
+
+def _refuse_columns(
+    field: str, first: Path, path: Path, first_columns: list[str], columns: list[str]
+) -> NoReturn:
+    allowed = (
+        f"files with the same columns in a folder: {first.name} has {join_list(first_columns)}, and "
+        f"{path.name} {join_list(columns)}"
+    )
+    refuse(field, str(path), allowed, f"rename the columns of {path.name}, or train on one of the files")
 
 
 def check_tables(field: str, files: list[Path], *, skips_wide: bool = False) -> None:
@@ -339,9 +358,13 @@ def check_tables(field: str, files: list[Path], *, skips_wide: bool = False) -> 
 
     ``skips_wide``: rows with more cells than the header are accepted, as they are left out.
     """
-    for path in files:
-        if path.suffix.lower() in DELIMITERS:
-            check_table_rows(field, path, skips_wide=skips_wide)
+    tables = [path for path in files if path.suffix.lower() in DELIMITERS]
+    for path in tables:
+        # All are read with the delimiter of the first.
+        first_columns, columns = (split_header(each, find_delimiter(tables[0])) for each in (tables[0], path))
+        if not set(first_columns) <= set(columns):
+            _refuse_columns(field, tables[0], path, first_columns, columns)
+        check_table_rows(field, path, skips_wide=skips_wide)
 
 
 def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:

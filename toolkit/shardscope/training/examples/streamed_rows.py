@@ -136,13 +136,13 @@ def iterate_rows(field: str, source: object, iterator: Iterator[Row]) -> Iterato
 
 def _refuse_unreadable(field: str, source: object, error: Exception, num_read: int) -> NoReturn:
     # Arrow's and pandas' messages have no line, so look for it.
-    for path in list_stream_files(field, source):
+    files = list_stream_files(field, source)
+    for path in files:
         check_is_utf8(field, path)
-        if path.stat().st_size > MAX_CHECKED_BYTES:
-            continue
-        if LOADERS[path.suffix.lower()] == "json":
-            check_json_lines(field, [path])
-        check_tables(field, [path])
+    files = [path for path in files if path.stat().st_size <= MAX_CHECKED_BYTES]
+    if files and LOADERS[files[0].suffix.lower()] == "json":
+        check_json_lines(field, files)
+    check_tables(field, files)
     cause = error.__cause__ or error
     text = str(cause).strip().splitlines()
     reason = text[0].rstrip(".") if text else type(cause).__name__
