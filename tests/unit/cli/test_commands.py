@@ -200,6 +200,10 @@ def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
         (["plan", "--model", "2m", "--cluster", "2xcpu", "--layout", "zero", "stage=5"], "Layout.stage is 5"),
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--task", "pretrain", "steps=3"], "'num_steps'"),
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--task", "finetune"], "weights=VALUE"),
+        (
+            ["launch", "--model", "2m", "--cluster", "2xcpu", "--task", "finetune", "columns.prompt=q"],
+            "Nearest fix: num_steps=100",
+        ),
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--partition", "a"], "nothing without --on slurm"),
         (["launch", "--model", "2m", "--on", "ray", "--qos", "a"], "nothing without --on slurm"),
         (["launch", "--model", "2m", "--cluster", "2xcpu", "--on", "pbs"], "invalid choice: 'pbs'"),

@@ -86,6 +86,17 @@ def test_a_card_has_base_data_losses_predictions_and_versions(tmp_path: Path) ->
     assert find_row(card, "`learning_rate`")[1] == "`0.001`"
 
 
+def test_a_card_counts_validation_examples_that_are_trained_on(tmp_path: Path) -> None:
+    run = write_finished_run(tmp_path)
+    path, label = RunFolder(run.folder).engine_report(0), "validation examples that are trained on as well"
+    validation = {"name": "10 % of the rows", "num_examples": 7}
+    for shared, card_has in (({}, False), ({"num_shared_examples": 2}, True)):
+        source = {"name": "questions.jsonl", "validation": validation | shared}
+        write_json(path, {"data_source": source, "data": {"num_steps_done": 20}})
+        assert (f"| {label} | 2 |" in run.model_card()) == card_has
+        assert card_has or label not in run.model_card()
+
+
 def test_a_card_names_no_path_of_this_machine(tmp_path: Path) -> None:
     fields = {"resume": str(tmp_path / "secret-place" / "step-5"), "export": True, "data": "/home/me/q.jsonl"}
     card = write_finished_run(tmp_path, asked=fields).model_card()

@@ -30,6 +30,8 @@ TASKS = ("pretrain", "finetune", "script")
 WORDS: Mapping[str, object] = {"none": None, "true": True, "false": False}
 PLAN_FILE = "plan.json"
 FIELDS_METAVAR = "FIELD=VALUE"
+FIELD_EXAMPLES = {"--recipe": "seq_len=4096", "--layout": "tp=2", "--task": "num_steps=100"}
+"""Option -> one of its fields, for errors of words that are none."""
 
 
 def add_plan_options(parser: argparse.ArgumentParser, *, with_layout: bool = True) -> None:
@@ -125,7 +127,8 @@ def parse_fields(option: str, words: Sequence[str]) -> dict[str, object]:
     for word in words:
         name, separator, text = word.partition("=")
         if not separator or not name.isidentifier():
-            refuse(option, word, FIELDS_METAVAR, f"{name}=..." if name.isidentifier() else "seq_len=4096")
+            fix = f"{name}=..." if name.isidentifier() else FIELD_EXAMPLES[option]
+            refuse(option, word, FIELDS_METAVAR, fix)
         if name in fields:
             refuse(option, word, f"each field once; {name} is there twice", f"leave {word} out")
         fields[name] = parse_value(text)

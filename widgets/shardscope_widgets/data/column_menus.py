@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import ipywidgets as widgets
 import traitlets
 
-from shardscope.training.examples.formats import OPTIONAL_ROLES, ROLES, FormatName
+from shardscope.training.examples.formats import OPTIONAL_ROLES, ROLES, FormatName, list_text_columns
 from shardscope_widgets.kit import controls
 
 TITLES: dict[FormatName, str] = {
@@ -72,7 +72,7 @@ class ColumnMenus(widgets.VBox):
         self.hide()
 
     def offer(self, names: Sequence[str]) -> None:
-        """Show the menus for these columns, with the first ones chosen; nothing is applied yet."""
+        """Show the menus for these columns, the first ones of texts chosen; nothing is applied yet."""
         if tuple(names) != self._names:
             self._names, self.columns = tuple(names), None
             self.format.value = "text" if len(names) == 1 else "prompt-completion"
@@ -86,7 +86,7 @@ class ColumnMenus(widgets.VBox):
 
     def _show_roles(self, change: object = None) -> None:
         """Show one menu for each role of the format."""
-        roles = ROLES[self.format.value]
+        roles, suggested = ROLES[self.format.value], list_text_columns(self._names)
         self._is_offering = True
         try:
             for index, (menu, label, row) in enumerate(
@@ -99,8 +99,8 @@ class ColumnMenus(widgets.VBox):
                 label.value = ROLE_TITLES[roles[index]]
                 menu.options = [*([NO_COLUMN] if is_optional else []), *self._names]
                 menu.tooltip = f"Column of the {label.value.lower()}"
-                if self._names:
-                    menu.value = self._names[min(index, len(self._names) - 1)]
+                if suggested:
+                    menu.value = suggested[min(index, len(suggested) - 1)]
         finally:
             self._is_offering = False
         self._follow_menu()

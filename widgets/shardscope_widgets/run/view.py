@@ -283,7 +283,8 @@ class RunView(View):
     def _add_records(self, run: ss.Run, new: list[dict[str, object]]) -> None:
         """Add new records to the numbers and the charts."""
         self._pace.add(new)
-        self.samples.add_records(new)  # As logged: its steps are numbers of steps before the answer.
+        # Samples have the steps before them, which they find from the steps as logged.
+        self.samples.add_records(new)
         if run.trains_the_plan:
             new = [_count_from_one(record) for record in new]
         for record in new:

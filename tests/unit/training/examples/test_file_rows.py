@@ -9,8 +9,10 @@ from tests.requirements import needs
 
 from shardscope.core.errors import FieldError
 from shardscope.training.examples.file_rows import FileRows
+from shardscope.training.examples.formats import read_example, recognize_format
 from shardscope.training.examples.rows import describe_unread_files, load_files, open_rows, resolve_source
 from shardscope.training.examples.source_record import hash_path
+from shardscope.training.examples.streamed_rows import read_first_rows
 from shardscope.training.tasks.finetune_rows import FinetuneRows
 
 needs("datasets")
@@ -56,6 +58,108 @@ def test_a_line_with_too_many_fields_is_refused_or_an_empty_row(tmp_path: Path) 
         open_all(path)
     rows = open_all(path, "skip")
     assert [rows[index]["completion"] for index in range(len(rows))] == ["Ahab", None, "sea"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # pandas says "line 3" and "line 5": it counts rows, and a cell of two lines is part of one.
+        ('"two\nlines",x\nWhat?,a,b\n', "row in line 4 has 3.*repair or remove line 4"),
+        ('"two\nlines",x\n  \n\nWhat?,a,b\n', "row in line 6 has 3"),
+        # pandas takes the first column of these as an index, so that prompts are lost and answers move.
+        ("Who, me?,Ahab\nWhat?,x\n", "row in line 2 has 3.*repair or remove line 2.*quotes"),
+        ("Who?,Ahab,\nWhat?,x,\n", "row in line 2 has 3"),
+        ('Who?,Ahab\n"What?,x\nWhere?,sea\n', "in the row in line 3 is not.*2 lines"),
+    ],
+)
+def test_the_line_of_a_table_that_cannot_be_read_is_named(
+    text: str, message: str, streaming: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.csv", "prompt,completion\n" + text)
+    with pytest.raises(FieldError, match=message):
+        read_first_rows(FIELD, path) if streaming else open_all(path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("suffix", "first", "second", "message"),
+    [
+        (
+            "csv",
+            "prompt,completion\na,b\n",
+            "q,a\nc,d\n",
+            "a.csv has prompt and completion, and b.csv q and a",
+        ),
+        ("csv", "prompt,completion\na,b\n", "prompt;completion\nc;d\n", "and b.csv prompt;completion"),
+        ("jsonl", GOOD, '{"q": "c", "a": "d"}\n', "a.jsonl has prompt and completion, and b.jsonl q and a"),
+    ],
+)
+def test_a_file_with_other_columns_than_the_first_is_named(
+    suffix: str, first: str, second: str, message: str, streaming: bool, tmp_path: Path
+) -> None:
+    write(tmp_path / f"a.{suffix}", first)
+    other = write(tmp_path / f"b.{suffix}", second)
+    with pytest.raises(FieldError, match=message) as error:
+        read_first_rows(FIELD, tmp_path) if streaming else open_all(tmp_path)
+    assert str(other) in str(error.value) and "rename the columns" in str(error.value)
+
+
+def test_a_file_with_other_columns_is_named_when_unreadable_lines_are_skipped(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", GOOD + "{\n")
+    write(tmp_path / "b.jsonl", '{"q": "c", "a": "d"}\n')
+    with pytest.raises(FieldError, match=r"a\.jsonl has prompt and completion, and b\.jsonl q and a"):
+        open_all(tmp_path, "skip")
+
+
+def test_a_quote_that_is_never_closed_is_refused_with_skip_too(tmp_path: Path) -> None:
+    """All rows after it would be lost as one cell."""
+    path = write(tmp_path / "a.csv", 'prompt,completion\nWho,me?,x\nWho?,"Ahab\nWhat?,x\nWhere?,sea')
+    with pytest.raises(FieldError, match="in the row in line 3 is not"):
+        open_all(path, "skip")
+
+
+def test_a_first_row_with_too_many_cells_is_an_empty_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "prompt,completion\nWho, me?,Ahab\nWhat?,x\n")
+    rows = open_all(path, "skip")
+    assert [rows[index]["completion"] for index in range(len(rows))] == [None, "x"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",prompt,completion\n0,Who?,Ahab\n",  # pandas' to_csv with its index, the default.
+        "prompt,completion,\nWho?,Ahab,\n",
+        "\n  \nprompt,completion\n\nWho?,Ahab\n",
+        " Prompt , Completion \nWho?,Ahab\n",
+    ],
+)
+def test_columns_without_a_name_and_blank_lines_do_not_matter(
+    text: str, streaming: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.csv", text)
+    rows = read_first_rows(FIELD, path) if streaming else open_all(path)
+    format = recognize_format(FIELD, rows.column_names)
+    assert [message["content"] for message in read_example(format, rows[0]).messages] == ["Who?", "Ahab"]
+    assert rows.describe_place(0) == f"line {len(text.splitlines())} of a.csv"
+
+
+@pytest.mark.parametrize(
+    "header", [["Nr", "Frage", "Antwort"], ["Unnamed: 0", "user_id", "Frage", "Antwort"]]
+)
+def test_a_suggested_mapping_leaves_out_numbers_of_rows(header: list[str]) -> None:
+    with pytest.raises(FieldError) as error:
+        recognize_format(FIELD, header)
+    assert 'columns={"prompt": "Frage", "completion": "Antwort"}' in str(error.value)
+    with pytest.raises(FieldError, match='"prompt": "id", "completion": "Frage"'):
+        recognize_format(FIELD, ["id", "Frage"])
+
+
+def test_the_place_in_a_broken_line_is_its_character(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD + '{"prompt": "x", "completion": "y"\n')
+    with pytest.raises(FieldError, match=r"line 2 is .*Expecting ',' delimiter, at character 34"):
+        open_all(path)
 
 
 def test_places_count_lines_of_files(tmp_path: Path) -> None:

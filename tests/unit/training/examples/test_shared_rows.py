@@ -10,7 +10,14 @@ from tests.requirements import needs
 from tests.weights_folders import write_folder
 
 import shardscope as ss
+from shardscope.records.json_files import read_json
+from shardscope.training.data.weights_tokenizer import WeightsTokenizer
+from shardscope.training.examples.encoding import Encoder
+from shardscope.training.examples.source_record import COUNTS
 from shardscope.training.tasks import finetune_rows
+from shardscope.training.tasks.finetune_rows import FinetuneRows
+from shardscope.training.tasks.finetune_tokens import VALIDATION_TOKENS, write_tokens
+from shardscope.training.weights.weights_folder import WeightsFolder
 
 needs("transformers")
 needs("datasets")
@@ -35,6 +42,23 @@ def test_repeated_rows_are_shared_by_a_fraction_for_validation(folder: Path) -> 
     assert ss.Finetune(folder, ROWS, validation=0.2).preview().num_shared_rows == 0
     # Each of the eight rows for validation has a second copy, which is for training unless drawn as well.
     assert ss.Finetune(folder, ROWS * 2, validation=0.1).preview().num_shared_rows in range(4, 9)
+
+
+def test_a_run_records_how_many_validation_examples_are_trained_on(folder: Path, tmp_path: Path) -> None:
+    rows = FinetuneRows(
+        task="Finetune",
+        data=ROWS,
+        validation=[*ROWS[:3], {"prompt": "Who else?", "completion": "Ishmael."}],
+        columns=None,
+        objective="sft",
+        bad_rows="refuse",
+        streaming=False,
+        seed=0,
+    )
+    encoder = Encoder(WeightsTokenizer(WeightsFolder(folder, "weights")).load(), "completions")
+    write_tokens(rows, encoder, ss.Recipe(seq_len=64), tmp_path)
+    counts = read_json(tmp_path / VALIDATION_TOKENS / COUNTS)
+    assert counts is not None and (counts["num_shared_examples"], counts["num_examples"]) == (3, 4)
 
 
 def test_preview_names_files_that_are_not_read(folder: Path, tmp_path: Path) -> None:

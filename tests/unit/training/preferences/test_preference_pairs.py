@@ -311,6 +311,9 @@ def test_the_objective_and_the_format_must_match(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"Row 3: chosen and rejected are the same"):
         same = {"prompt": "Who?", "chosen": "Ahab", "rejected": "Ahab"}
         ss.Finetune(folder, [*PAIRS, same], objective="dpo").check(plan)
+    # The objective fits the training data: only other validation data help.
+    with pytest.raises(ValueError, match=r"validation is .*Nearest fix: rows like those of Finetune\.data"):
+        ss.Finetune(folder, answers, validation=PAIRS).check(plan)
     ss.Finetune(folder, PAIRS, objective="dpo").check(plan)
 
 

@@ -174,6 +174,8 @@ def test_columns_without_known_names_are_chosen_from_menus(files: Path) -> None:
     assert wait_until(lambda: "ss-off" not in menus._dom_classes, 60), view.headline.value
     assert view.plan is None and "Say what the columns" in view.headline.value
     assert menus.menus[0].options == ("number", "q", "a")
+    assert (menus.menus[0].value, menus.menus[1].value) == ("q", "a"), "numbers of rows are no questions"
+    menus.menus[0].value, menus.menus[1].value = "a", "q"
     menus.menus[0].value, menus.menus[1].value = "q", "a"
     assert view.plan is None, "nothing is applied before the button"
     menus.button.click()

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import pytest
 from fake_runs import FakeRun, record, wait_until
 
 from shardscope.records.samples import append_samples, read_samples
@@ -22,9 +23,14 @@ def list_cells(html: str) -> list[str]:
     return [re.sub("<[^>]*>", "", cell.replace("<div", ", <div")) for cell in cells]
 
 
-def test_the_view_shows_the_first_the_best_and_the_latest_answers_while_training() -> None:
+@pytest.mark.parametrize("trains_the_plan", [True, False])
+def test_the_view_shows_the_first_the_best_and_the_latest_answers_while_training(
+    trains_the_plan: bool,
+) -> None:
     run = FakeRun([record(step=0, validation_loss=0.1)])
-    run.trains_the_plan, run.task_fields = True, {"samples": ["Who?"]}
+    # The view counts the steps of our own loop from 1, and those of a user's code as they are logged.
+    run.trains_the_plan = trains_the_plan
+    run.task_fields = {"samples": ["Who?"]}
     view = RunView(run)  # type: ignore[arg-type]
     assert list_cells(view.samples.html.value) == ["Before training", "Who?", "not generated yet"]
     add(run, 0, "I am <b>not</b> sure", is_complete=False)

@@ -221,9 +221,10 @@ def _list_source(use: str, record: Mapping[str, object]) -> Iterator[Row]:
         ("num_tokens", "tokens"),
         ("num_loss_tokens", "tokens that bear loss"),
         ("num_truncated_tokens", "tokens cut off"),
+        ("num_shared_examples", "examples that are trained on as well"),
     ):
         count = record.get(key)
-        if is_number(count) and (count or key != "num_truncated_tokens"):
+        if is_number(count) and (count or key not in ("num_truncated_tokens", "num_shared_examples")):
             yield f"{prefix}{label}", f"{count:,.0f}"
 
 

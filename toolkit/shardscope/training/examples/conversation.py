@@ -19,7 +19,7 @@ class Prompt:
     """A prompt of sample generations."""
 
     text: str
-    """The user's last message."""
+    """The user's message; of a conversation with several, the first and the last."""
     ids: tuple[int, ...]
     """Token ids of the conversation, up to where the answer begins."""
 
@@ -116,11 +116,11 @@ def read_prompts(
             messages = read_example(format, rows[index]).messages
             turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
             before = messages[: turns[-1]] if turns else ()
-            text = next(
-                (message["content"] for message in reversed(before) if message["role"] == "user"), None
-            )
-            ids = () if text is None else tuple(encode_conversation(tokenizer, before))
+            questions = [message["content"] for message in before if message["role"] == "user"]
+            ids = tuple(encode_conversation(tokenizer, before)) if questions else ()
         except ValueError:
             continue
-        if text is not None and len(ids) <= max_tokens:
+        if questions and len(ids) <= max_tokens:
+            # Many conversations end with the same words, such as "Are you sure?": alone they name none.
+            text = questions[0] if len(questions) == 1 else f"{questions[0]} … {questions[-1]}"
             yield Prompt(text=text, ids=ids)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import itertools
 import json
 import shlex
 from collections.abc import Iterator, Sequence
@@ -90,14 +91,23 @@ def _iterate_first_lines(path: Path) -> Iterator[int]:
         with path.open("rb") as file:
             yield from (number for number, line in enumerate(file, start=1) if line.strip())
         return
+    yield from (line for line, _ in itertools.islice(_iterate_table(path, find_delimiter(path)), 1, None))
+
+
+def _iterate_table(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line at which each row of a CSV file begins, and its cells; the header is the first one."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = _create_reader(file, path)
-        next(reader, None)
+        reader = _divide_cells(file, delimiter)
         begins = reader.line_num + 1
         for row in reader:
-            if row:
-                yield begins
+            if not _is_blank(row):
+                yield begins, row
             begins = reader.line_num + 1
+
+
+def _is_blank(row: list[str]) -> bool:
+    """Return whether pandas skips the line: one without a character, or of spaces only. A "" is a cell."""
+    return not row or (len(row) == 1 and bool(row[0]) and not row[0].strip(" \t"))
 
 
 def has_rows(path: Path) -> bool:
@@ -164,25 +174,70 @@ def _refuse_encoding(field: str, path: Path, byte: int, line: int, encoding: str
 
 
 def read_header(path: Path) -> list[str]:
-    """Return the column names of a CSV or TSV file."""
-    return _split_header(path, find_delimiter(path))
+    """Return the column names of a CSV or TSV file, with pandas' names for those without one.
+
+    Spreadsheets and pandas' own index leave a name empty.
+    """
+    names = split_header(path, find_delimiter(path))
+    return [name or f"Unnamed: {index}" for index, name in enumerate(names)]
+
+
+def has_wide_first_row(path: Path) -> bool:
+    """Return whether the first row below the header of a CSV file has more cells than the header.
+
+    pandas does not refuse it as it does such rows further down: it takes the first column as an index and
+    moves all cells of the file by one column.
+    """
+    rows = [row for _, row in itertools.islice(_iterate_table(path, find_delimiter(path)), 2)]
+    return len(rows) == 2 and len(rows[1]) > len(rows[0])
+
+
+def check_table_rows(field: str, path: Path, *, skips_wide: bool) -> None:
+    """Raise ``ValueError`` with the first line of a CSV file that cannot be read.
+
+    pandas' messages count rows, not lines, where a cell has several lines. ``skips_wide``: rows with too many
+    cells are left out later. A quote that is never closed is always refused: the file would end there.
+    """
+    delimiter = find_delimiter(path)
+    header: list[str] | None = None
+    line, row = 1, list[str]()
+    for line, row in _iterate_table(path, delimiter):
+        header = header or row
+        if len(row) > len(header) and not skips_wide:
+            allowed = (
+                f"rows of at most {len(header):,} cells, as the header has; the row in line {line:,} has "
+                f"{len(row):,}"
+            )
+            fix = f"repair or remove line {line:,}: a cell that contains {delimiter!r} needs quotes around it"
+            refuse(field, str(path), allowed, fix)
+    if _has_open_quote(path, line, delimiter):
+        lost = sum(cell.count("\n") for cell in row)
+        allowed = (
+            f"quotes that are closed; one in the row in line {line:,} is not, so that the rest of the file, "
+            f"{lost:,} lines, is one cell"
+        )
+        refuse(field, str(path), allowed, f"close or remove the quote in line {line:,}")
+
+
+def _has_open_quote(path: Path, last_line: int, delimiter: str) -> bool:
+    """Return whether the last row of a CSV file, which begins at ``last_line``, ends inside of quotes."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = itertools.chain(itertools.islice(file, last_line - 1, None), ["x"])
+        return len(list(csv.reader(lines, delimiter=delimiter))) < 2
 
 
 def find_delimiter(path: Path) -> str:
     """Return the delimiter of a CSV or TSV file: the usual one, unless only another divides its header."""
     usual = DELIMITERS[path.suffix.lower()]
-    if len(_split_header(path, usual)) != 1:
+    if len(split_header(path, usual)) != 1:
         return usual
-    return max((usual, *OTHER_DELIMITERS), key=lambda delimiter: len(_split_header(path, delimiter)))
+    return max((usual, *OTHER_DELIMITERS), key=lambda delimiter: len(split_header(path, delimiter)))
 
 
-def _split_header(path: Path, delimiter: str) -> list[str]:
+def split_header(path: Path, delimiter: str) -> list[str]:
+    """Return the cells of a CSV file's header, divided at ``delimiter``."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        return next(_divide_cells(file, delimiter), [])
-
-
-def _create_reader(file: TextIO, path: Path) -> Reader:
-    return _divide_cells(file, find_delimiter(path))
+        return next((row for row in _divide_cells(file, delimiter) if not _is_blank(row)), [])
 
 
 def _divide_cells(file: TextIO, delimiter: str) -> Reader:
@@ -196,21 +251,20 @@ def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
 
     So the rows keep their numbers, and these are left out as malformed ones.
     """
-    copies = [folder / f"{number}{path.suffix}" for number, path in enumerate(files)]
+    # With their own names, which errors of the copies contain.
+    copies = [folder / str(number) / path.name for number, path in enumerate(files)]
     for path, copy in zip(files, copies, strict=True):
+        copy.parent.mkdir()
         if path.suffix.lower() in JSON_LINES:
             with path.open("rb") as source, copy.open("wb") as target:
                 target.writelines(line if _is_object(line) else b"{}\n" for line in source if line.strip())
             continue
-        with (
-            path.open(encoding="utf-8-sig", newline="") as source,
-            copy.open("w", encoding="utf-8", newline="") as target,
-        ):
-            reader = _create_reader(source, path)
-            writer = csv.writer(target, delimiter=find_delimiter(path))
-            header = next(reader, [])
-            writer.writerow(header)
-            for row in filter(None, reader):
+        delimiter = find_delimiter(path)
+        with copy.open("w", encoding="utf-8", newline="") as target:
+            writer = csv.writer(target, delimiter=delimiter)
+            header: list[str] | None = None
+            for _, row in _iterate_table(path, delimiter):
+                header = header or row
                 writer.writerow(row if len(row) <= len(header) else [""] * len(header))
     return copies
 

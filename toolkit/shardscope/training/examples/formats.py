@@ -7,6 +7,7 @@ ShareGPT) and preference pairs. Imports no torch.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -46,6 +47,9 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "chosen": ("chosen",),
     "rejected": ("rejected",),
 }
+
+NUMBER_NAME = re.compile(r"unnamed: \d+|id|idx|index|nr|no|num|number|row|#|.*[_ ]id")
+"""Names of columns that number rows, in lower case; pandas' own for a column without a name is the first."""
 
 # The "from" of ShareGPT and the "role" of OpenAI, as chat templates spell them.
 ROLE_NAMES = {
@@ -157,14 +161,25 @@ def _list_formats() -> str:
 
 
 def _find_column(role: str, column_names: Sequence[str]) -> str | None:
-    by_lower_case = {name.lower(): name for name in column_names}
+    # Tables written by hand have spaces around their names.
+    by_lower_case = {name.strip().lower(): name for name in column_names}
     return next((by_lower_case[name] for name in COLUMN_NAMES[role] if name in by_lower_case), None)
 
 
+def list_text_columns(column_names: Sequence[str]) -> list[str]:
+    """Return the columns that a mapping suggests, in order: those whose names are not of row numbers.
+
+    Row numbers come first in many tables. All columns, if fewer than two are left.
+    """
+    names = [name for name in column_names if not NUMBER_NAME.fullmatch(name.strip().lower())]
+    return names if len(names) > 1 else list(column_names)
+
+
 def _suggest_mapping(column_names: Sequence[str]) -> str:
-    if len(column_names) == 1:
-        return f'columns={{"text": "{column_names[0]}"}}'
-    return f'columns={{"prompt": "{column_names[0]}", "completion": "{column_names[1]}"}}'
+    names = list_text_columns(column_names)
+    if len(names) == 1:
+        return f'columns={{"text": "{names[0]}"}}'
+    return f'columns={{"prompt": "{names[0]}", "completion": "{names[1]}"}}'
 
 
 def _map_columns(field: str, column_names: Sequence[str], columns: Mapping[str, str]) -> Format:

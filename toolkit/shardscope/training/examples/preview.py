@@ -191,7 +191,8 @@ class Preview:
         counts, measured = self.counts, len(self.lengths)
         sample = "" if counts.num_rows == self.num_rows else f" (measured on {counts.num_rows:,} of them)"
         lines = [
-            f"{'The first ' * self.is_streamed}{self.num_rows:,} rows{sample}, format {self.format.title}.",
+            f"{'The first ' * self.is_streamed}{count_rows(self.num_rows)}{sample}, "
+            f"format {self.format.title}.",
             f"{self.num_tokens_per_epoch:,} tokens{' in them' if self.is_streamed else ' per epoch'}; "
             f"{counts.num_loss_tokens / max(1, counts.num_tokens):.0%} of them bear loss.",
             "Length in tokens: "
@@ -254,8 +255,8 @@ class Preview:
         padding = 1 - (1 - self.padding_at(seq_len)) * gain
         num_windows = math.ceil(self.num_rows / gain)
         return (
-            f"{line} Packing makes {num_windows:,} windows of {self.num_rows:,} rows, {gain:.1f} times fewer "
-            f"steps per epoch, with {padding:.0%} padding."
+            f"{line} Packing makes {count_rows(num_windows, 'window')} of {self.num_rows:,} rows, {gain:.1f} "
+            f"times fewer steps per epoch, with {padding:.0%} padding."
         )
 
     def to_html(self) -> str:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, cast
 
 from shardscope.core.errors import FieldError, find_similar, refuse
 from shardscope.core.number_format import join_list
@@ -23,9 +23,12 @@ from shardscope.training.examples.file_rows import (
     JSON_LINES,
     FileRows,
     check_is_utf8,
+    check_table_rows,
     find_delimiter,
     has_rows,
+    has_wide_first_row,
     read_header,
+    split_header,
     write_readable_copies,
 )
 
@@ -266,6 +269,7 @@ def _read_files(field: str, files: list[Path], skips_unreadable: bool) -> Rows:
     except FieldError:
         raise
     except Exception as error:  # DatasetGenerationError around whatever the parser raised.
+        check_tables(field, files, skips_wide=skips_unreadable)
         if skips_unreadable and files[0].suffix.lower() in (*JSON_LINES, *DELIMITERS):
             with tempfile.TemporaryDirectory() as folder:
                 copies = write_readable_copies(files, Path(folder))
@@ -290,6 +294,9 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     loader, options = LOADERS[files[0].suffix.lower()], dict[str, object]()
     if loader == "csv":
         options["delimiter"] = find_delimiter(files[0])
+        if any(has_wide_first_row(path) for path in files):
+            # Callers name the line, as for rows of which pandas raises this.
+            raise ValueError("the first row has more cells than the header")
         # As text: pandas would read the answer "2" as a number, and "007" as 7.
         options["features"] = datasets.Features(
             {name: datasets.Value("string") for name in read_header(files[0])}
@@ -314,9 +321,12 @@ def check_json_lines(field: str, files: list[Path]) -> None:
 
     Called where ``datasets`` has failed: its message has no line number.
     """
+    first_columns: dict[str, None] = {}
     for path in files:
         kinds: dict[str, tuple[str, int]] = {}
+        columns: dict[str, None] = {}
         for number, row in _iterate_json_lines(field, path):
+            columns |= dict.fromkeys(row)
             for column, value in row.items():
                 if value is None:
                     continue
@@ -327,6 +337,35 @@ def check_json_lines(field: str, files: list[Path]) -> None:
                         f"line {number}"
                     )
                     refuse(field, str(path), allowed, f"make {column} {kind} in every line")
+        if path == files[0]:
+            first_columns = columns
+        # ``datasets`` fills columns that are missing, and adds none.
+        elif not first_columns.keys() >= columns.keys():
+            _refuse_columns(field, files[0], path, list(first_columns), list(columns))
+
+
+def _refuse_columns(
+    field: str, first: Path, path: Path, first_columns: list[str], columns: list[str]
+) -> NoReturn:
+    allowed = (
+        f"files with the same columns in a folder: {first.name} has {join_list(first_columns)}, and "
+        f"{path.name} {join_list(columns)}"
+    )
+    refuse(field, str(path), allowed, f"rename the columns of {path.name}, or train on one of the files")
+
+
+def check_tables(field: str, files: list[Path], *, skips_wide: bool = False) -> None:
+    """Raise ``ValueError`` with the first line of CSV files that cannot be read, as ``check_json_lines``.
+
+    ``skips_wide``: rows with more cells than the header are accepted, as they are left out.
+    """
+    tables = [path for path in files if path.suffix.lower() in DELIMITERS]
+    for path in tables:
+        # All are read with the delimiter of the first.
+        first_columns, columns = (split_header(each, find_delimiter(tables[0])) for each in (tables[0], path))
+        if not set(first_columns) <= set(columns):
+            _refuse_columns(field, tables[0], path, first_columns, columns)
+        check_table_rows(field, path, skips_wide=skips_wide)
 
 
 def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
@@ -338,9 +377,14 @@ def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
                 continue
             allowed = f"a JSON object on each line; line {number} is {_shorten_line(line)}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip())
             except (ValueError, RecursionError) as error:
-                refuse(field, str(path), f"{allowed} ({error})", f"repair or remove line {number}")
+                # Its own text counts the line's end as a second line.
+                if isinstance(error, json.JSONDecodeError):
+                    reason = f"{error.msg}, at character {error.pos + 1:,}"
+                else:
+                    reason = str(error)
+                refuse(field, str(path), f"{allowed} ({reason})", f"repair or remove line {number}")
             if not isinstance(row, dict):
                 refuse(field, str(path), allowed, f"repair or remove line {number}")
             yield number, row

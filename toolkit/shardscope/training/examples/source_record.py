@@ -22,6 +22,11 @@ def save_counts(folder: Path, counts: RowCounts) -> None:
     write_json(folder / COUNTS, {name: value for name, value in asdict(counts).items() if is_count(value)})
 
 
+def save_shared_count(folder: Path, num_shared: int) -> None:
+    """Add to the numbers of validation examples how many of them are trained on as well."""
+    write_json(folder / COUNTS, {**(read_json(folder / COUNTS) or {}), "num_shared_examples": num_shared})
+
+
 def describe_file(source: Path) -> dict[str, object]:
     """Return the name and the SHA-256 of a file or a folder of files."""
     return {

@@ -18,6 +18,7 @@ from shardscope.training.examples.rows import (
     LOADERS,
     Row,
     check_json_lines,
+    check_tables,
     describe_source,
     list_files,
     load_files,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MAX_FIRST_ROWS = 2000
 """Rows at the beginning of a stream that previews and checks read."""
 MAX_CHECKED_BYTES = 10**9
-"""Largest JSONL file that is parsed again to find an unreadable line, which takes about ten seconds."""
+"""Largest JSONL or CSV file that is read again to find an unreadable line, which takes about ten seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +136,13 @@ def iterate_rows(field: str, source: object, iterator: Iterator[Row]) -> Iterato
 
 def _refuse_unreadable(field: str, source: object, error: Exception, num_read: int) -> NoReturn:
     # Arrow's and pandas' messages have no line, so look for it.
-    for path in list_stream_files(field, source):
+    files = list_stream_files(field, source)
+    for path in files:
         check_is_utf8(field, path)
-        if LOADERS[path.suffix.lower()] == "json" and path.stat().st_size <= MAX_CHECKED_BYTES:
-            check_json_lines(field, [path])
+    files = [path for path in files if path.stat().st_size <= MAX_CHECKED_BYTES]
+    if files and LOADERS[files[0].suffix.lower()] == "json":
+        check_json_lines(field, files)
+    check_tables(field, files)
     cause = error.__cause__ or error
     text = str(cause).strip().splitlines()
     reason = text[0].rstrip(".") if text else type(cause).__name__

@@ -240,8 +240,8 @@ def describe_counts(counts: RowCounts, seq_len: int) -> list[str]:
     ]
     if counts.num_truncated_rows:
         lines.append(
-            f"{counts.num_truncated_rows:,} rows are cut to {seq_len:,} tokens and lose "
-            f"{counts.num_truncated_tokens:,}"
+            f"cut to {seq_len:,} tokens: {count_rows(counts.num_truncated_rows)}, which "
+            f"{'loses' if counts.num_truncated_rows == 1 else 'lose'} {counts.num_truncated_tokens:,}"
         )
     if counts.num_rows_without_loss:
         lines.append(

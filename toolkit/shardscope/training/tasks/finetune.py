@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from shardscope.core.errors import Value, check_choice, refuse
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_config
 from shardscope.records.json_files import read_json
 from shardscope.training.checkpoints.folders import POSITION_FILE
@@ -446,7 +447,8 @@ class Finetune(TextTask):
         config = folder.config
         files = {file for file, _ in folder.tensors.values()}
         print(
-            f"initial weights from {folder.path}: {len(folder.tensors):,} tensors in {len(files):,} files",
+            f"initial weights from {folder.path}: {len(folder.tensors):,} tensors in "
+            f"{format_count(len(files), 'file')}",
             flush=True,
         )
         return lambda: build_from_config(config, plan.architecture, plan.recipe.dropout)

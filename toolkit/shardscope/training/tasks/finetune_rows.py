@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardscope.core.errors import refuse
+from shardscope.core.errors import Fix, refuse
 from shardscope.training.data.batches import split_rows
 from shardscope.training.examples.formats import Format, read_example, recognize_format
 from shardscope.training.examples.rows import Rows, open_rows
@@ -61,7 +61,11 @@ class FinetuneRows:
             kind = 'preference pairs (prompt, chosen, rejected) with objective="dpo"'
             allowed = 'rows with one answer with objective="sft"' if is_pair else kind
             value = f"data of the format {format.title}"
-            refuse(field, value, allowed, {"objective": "dpo" if is_pair else "sft"})
+            # The objective is that of the training data, which have been recognized before.
+            fix: Fix = {"objective": "dpo" if is_pair else "sft"}
+            if name == "validation":
+                fix = f"rows like those of {self.name_field('data')}"
+            refuse(field, value, allowed, fix)
         return format
 
     def find_prompt_rows(self) -> tuple[str, list[int] | None]:

@@ -18,7 +18,7 @@ from shardscope.training.examples.packed_windows import (
     pack_table,
 )
 from shardscope.training.examples.rows import describe_unread_files
-from shardscope.training.examples.source_record import save_counts
+from shardscope.training.examples.source_record import save_counts, save_shared_count
 from shardscope.training.examples.streamed_batches import StreamedBatches, StreamedExamples, StreamReader
 from shardscope.training.examples.token_table import (
     RowCounts,
@@ -69,6 +69,7 @@ def _write_tables(rows: FinetuneRows, encoder: Encoder, seq_len: int, folder: Pa
     num_examples = len(tables[VALIDATION_TOKENS]) // num_sides
     print(f"the validation loss is that of {num_examples:,} examples", flush=True)
     if num_shared := count_shared_examples(tables[TOKENS], tables[VALIDATION_TOKENS], num_sides):
+        save_shared_count(folder / VALIDATION_TOKENS, num_shared)
         print(
             f"warning: {num_shared:,} validation examples are also trained on, which lowers the "
             "validation loss",
