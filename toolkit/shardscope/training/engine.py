@@ -266,3 +266,7 @@ class Engine(ABC):
     @abstractmethod
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the next step."""
+
+    def _resolve_in_run(self, path: str | Path) -> Path:
+        """Return ``path``, resolved against the run folder, not the ranks' working folder."""
+        return Path(self.ctx.folder) / Path(path).expanduser()

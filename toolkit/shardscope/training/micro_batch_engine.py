@@ -348,10 +348,6 @@ class MicroBatchEngine(Engine):
             cast_parameters(model, dtype)
         return model
 
-    def _resolve_in_run(self, path: str | Path) -> Path:
-        """Return ``path``, resolved against the run folder, not the ranks' working folder."""
-        return Path(self.ctx.folder) / Path(path).expanduser()
-
     def _describe_position(self) -> dict[str, object]:
         """Return the position of the training for a checkpoint."""
         return {**describe_position(self), "world_size": dist.get_world_size()}

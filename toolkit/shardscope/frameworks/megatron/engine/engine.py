@@ -264,10 +264,6 @@ class MegatronEngine(Engine):
         with cpu_ranks() if self.ctx.device.type == "cpu" else compile_if_possible():
             yield
 
-    def _resolve_in_run(self, path: str | Path) -> Path:
-        """Return ``path``, relative to the run folder unless it is absolute."""
-        return Path(self.ctx.folder) / Path(path).expanduser()
-
     def _grad_buffers(self) -> Iterator[_ParamAndGradBuffer]:
         for chunk in self._chunks:
             yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
