@@ -207,7 +207,7 @@ def test_paging_is_never_reported_as_faster() -> None:
     plan = make_paged_plan(optimizer="adamw")
     assert not plan.memory().fits
     steps = {step.plan.recipe.optimizer: step for step in find_steps(plan)}
-    mend = steps["paged_adamw"]
-    assert mend.seconds_lost > 0
-    [said] = describe_repairs(plan, [mend])
+    repair = steps["paged_adamw"]
+    assert repair.seconds_lost > 0
+    [said] = describe_repairs(plan, [repair])
     assert said.endswith(", while it pages") and "faster" not in said
