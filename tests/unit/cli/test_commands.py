@@ -16,7 +16,7 @@ import pytest
 from written_runs import write_run
 
 import shardscope as ss
-from shardscope.cli.main import build_parser
+from shardscope.cli.main import build_parser, main
 from shardscope.records.attempts import write_beginning, write_end
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import write_json
@@ -208,6 +208,7 @@ def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
         (["plan", "--bogus"], "Nearest fix: shardscope plan --help."),
         (["plan", "one.json", "two.json"], "unrecognized arguments: two.json"),
         (["plan", "--model", "2m", "--layout", "zero", "stage=1", "stage=2"], "stage is there twice"),
+        (["launch", "--model", "2m", "--cluster", "2xcpu", "--folder", ""], "fix: --folder runs"),
         (["attach", "missing"], "does not exist"),
         (["trace", "missing"], "missing"),
     ],
@@ -223,6 +224,107 @@ def test_a_plan_file_of_another_encoding_is_named(tmp_path: Path) -> None:
     assert "a plan.json in UTF-8" in run(tmp_path, "plan", "bin.json", code=2)
 
 
+def run_shell(folder: Path, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``script``, in which ``$shardscope`` is the program, under bash."""
+    program = f"{sys.executable} -m shardscope.cli.main"
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail\n{script}"],
+        cwd=folder,
+        env={**os.environ, "shardscope": program, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_errors_of_a_plan_file_name_it(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    assert "bad.json: Plan JSON, line 1" in run(tmp_path, "plan", "bad.json", code=2)
+    assert "standard input: Plan JSON" in run(tmp_path, "plan", "-", code=2, text="[]")
+    other = '{"train_batch_size": 8}'
+    assert "fix: ss.Plan.from_deepspeed" in run(tmp_path, "plan", "-", code=2, text=other)
+    output = run(tmp_path, "plan", "--model", "2m", "--cluster", "2xcpu", "--json")
+    assert "Nearest fix: jq .plan." in run(tmp_path, "plan", "-", code=2, text=output)
+
+
+def test_a_plan_file_after_an_option_of_several_words_is_named(tmp_path: Path) -> None:
+    run(tmp_path, "plan", "--model", "2m", "--cluster", "2xcpu", "--out", "plan.json")
+    for command, *option in (
+        ("plan", "--recipe", "seq_len=64"),
+        ("plan", "--layout", "ddp"),
+        ("search", "--frameworks", "ddp"),
+        ("launch", "--task", "pretrain"),
+    ):
+        wrong = run(tmp_path, command, *option, "plan.json", code=2)
+        assert f"{option[0]} is 'plan.json'" in wrong and f"fix: plan.json before {option[0]}." in wrong
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("", "--out is ''; allowed: the path of a file"), ("no/plan.json", "Nearest fix: mkdir -p no.")],
+)
+def test_an_out_file_that_cannot_be_written_is_named_first(out: str, message: str, tmp_path: Path) -> None:
+    for command in ("plan", "search"):
+        assert message in run(tmp_path, command, "--model", "2m", "--cluster", "2xcpu", "--out", out, code=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_out_file_is_replaced_at_once_and_kept_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["plan", "--model", "2m", "--cluster", "2xcpu", "--out"]
+    out = tmp_path / "plan.json"
+    assert main([*plan, str(out)]) == 0
+    before = out.read_text()
+    write_text = Path.write_text
+
+    def write_half(self: Path, text: str, **options: Any) -> int:
+        write_text(self, text[:100], **options)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", write_half)
+        assert main([*plan, str(out), "--recipe", "seq_len=64"]) == 2
+    assert out.read_text() == before and list(tmp_path.iterdir()) == [out]
+    # A link remains one, and a device is written.
+    (tmp_path / "link.json").symlink_to("plan.json")
+    assert main([*plan, str(tmp_path / "link.json"), "--recipe", "seq_len=64"]) == 0
+    assert (tmp_path / "link.json").is_symlink() and json.loads(out.read_text())["recipe"]["seq_len"] == 64
+    assert main([*plan, "/dev/null"]) == 0 and not Path("/dev/null").is_file()
+
+
+def test_out_and_plan_expand_the_home_folder(tmp_path: Path) -> None:
+    plan = "--model 2m --cluster 2xcpu --recipe seq_len=64 --out='~/p.json'"
+    done = run_shell(tmp_path, f"$shardscope plan {plan} && $shardscope plan '~/p.json'", HOME=str(tmp_path))
+    assert done.returncode == 0 and (tmp_path / "p.json").is_file(), done.stderr
+
+
+def test_output_in_any_locale(tmp_path: Path) -> None:
+    plan = json.loads(
+        ss.Plan(
+            ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
+        ).to_json()
+    )
+    plan["architecture"]["name"] = "modèle"
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        done = run_shell(tmp_path, "$shardscope plan plan.json --json", PYTHONIOENCODING=encoding)
+        assert json.loads(done.stdout)["plan"]["architecture"]["name"] == "modèle", done.stderr
+    done = run_shell(tmp_path, "$shardscope plan plan.json", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "mod\\xe8le on 2xcpu" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code"),
+    [("plan.json >&-", 0), ("no.json >&-", 2), ("no.json 2>&-", 2), ("no.json 2>/dev/full", 2)],
+)
+def test_closed_and_full_streams_keep_the_exit_code(redirection: str, code: int, tmp_path: Path) -> None:
+    run(tmp_path, "plan", "--model", "2m", "--cluster", "2xcpu", "--out", "plan.json")
+    done = run_shell(tmp_path, f"$shardscope plan {redirection}")
+    # An error does not go to standard output instead, which --json keeps for its document.
+    assert (done.returncode, done.stdout) == (code, "") and "Traceback" not in done.stderr
+
+
 def test_runs_and_attach_show_runs_of_a_folder(tmp_path: Path) -> None:
     write_run("good", parent=tmp_path / "runs", num_done=20)
     write_run("bad", "failed", parent=tmp_path / "runs", number=1, reason="rank 1 failed")
@@ -233,7 +335,8 @@ def test_runs_and_attach_show_runs_of_a_folder(tmp_path: Path) -> None:
     assert run(tmp_path, "runs", "runs/good") == "No runs in runs/good.\n"
     missing = " ".join(run(tmp_path, "runs", "elsewhere").split())
     assert missing == f"No runs in elsewhere: {tmp_path / 'elsewhere'} does not exist."
-    assert run_json(tmp_path, "runs", "elsewhere") == []
+    script = run_shell(tmp_path, "$shardscope runs elsewhere --json")
+    assert json.loads(script.stdout) == [] and "elsewhere does not exist" in script.stderr
     attached = run_json(tmp_path, "attach", "good")
     assert (attached["status"], attached["num_steps_done"], attached["num_steps"]) == ("finished", 20, 40)
     assert "step 20 of 40, loss" in run(tmp_path, "attach", "runs/good", "--wait")
@@ -266,6 +369,18 @@ def test_waiting_for_a_failed_run_ends_with_1_and_its_reason(tmp_path: Path) -> 
     typo = run(tmp_path, "attach", "badd", code=2)
     assert "its name in ./runs: it does not exist. Nearest fix: bad." in typo
     assert "rank 1 failed" in run(tmp_path, "attach", "bad")
+    assert "run is ''; allowed: the folder of a run" in run(tmp_path, "attach", "", code=2)
+
+
+def test_a_reader_that_has_enough_makes_no_success_of_a_run(tmp_path: Path) -> None:
+    write_run("bad", "failed", parent=tmp_path / "runs", reason="rank 1 failed")
+    write_run("live", "running", parent=tmp_path / "runs")
+    write_run("good", parent=tmp_path / "runs", number=1)
+    for name, code in (("bad", 1), ("live", 1), ("good", 0)):
+        done = run_shell(tmp_path, f"$shardscope attach {name} --wait | true", PYTHONUNBUFFERED="1")
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        if name == "live":
+            assert "live running: no longer waited for" in done.stderr
 
 
 def test_stop_sends_the_command_to_a_live_run(tmp_path: Path) -> None:
@@ -294,6 +409,19 @@ def test_trace_prints_the_sentences_of_a_summary(tmp_path: Path) -> None:
     assert all(sentence in words for sentence in summary.sentences) and (tmp_path / "all.json.gz").exists()
     sentences = run_json(tmp_path, "trace", "traces")["sentences"]
     assert [row["sentence"] for row in sentences] == list(summary.sentences)
+
+
+def test_a_trace_does_not_overwrite_what_it_was_read_from(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tests" / "fixtures" / "trace_2_ranks", tmp_path / "traces")
+    recorded = tmp_path / "traces" / "rank-0.json.gz"
+    before = recorded.read_bytes()
+    for source in ("traces", "traces/rank-0.json.gz"):
+        wrong = run(tmp_path, "trace", source, "--chrome", "traces/rank-0.json.gz", code=2)
+        assert "Nearest fix: --chrome trace.json.gz" in wrong
+    assert recorded.read_bytes() == before
+    assert "mkdir -p no" in run(tmp_path, "trace", "traces", "--chrome", "no/trace.json", code=2)
+    run(tmp_path, "trace", "traces", "--chrome", ".")
+    run(tmp_path, "trace", "traces", "--chrome", "trace.json.gz")  # A file of its own may be replaced.
 
 
 def test_a_reader_that_has_enough_ends_it_without_a_message(tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def test_user_files_are_not_overwritten(name: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_a_link_to_nothing_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="allowed: a folder"):
+        build_small_plan(ss.Layout.ddp()).export(tmp_path / "link")
+
+
 @pytest.mark.parametrize("folder", [None, 3, "", "a\0b"])
 def test_rejects_invalid_folder_arguments(folder: Any) -> None:
     with pytest.raises(ValueError, match="folder"):

@@ -170,6 +170,105 @@ def test_sections_of_another_distributed_type_are_named(
         from_fsdp(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "fix"),
+    [
+        ("fsdp_version: 1\n  fsdp_reshard_after_forward: SHARD_GRAD_OP", "reshard_after_forward: false"),
+        ("fsdp_sharding_strategy: 2", "reshard_after_forward: false"),
+        ("fsdp_sharding_strategy: '3'", "distributed_type: MULTI_GPU"),
+        (
+            "fsdp_sharding_strategy: hybrid_shard_zero2",
+            "dp_replicate_size and fsdp_reshard_after_forward: false",
+        ),
+        ("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "reshard_after_forward: true"),
+    ],
+)
+def test_fsdp1_raises_with_the_options_of_fsdp2(strategy: str, fix: str, tmp_path: Path) -> None:
+    text = f"distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  {strategy}\n"
+    with pytest.raises(ValueError, match=rf"line \d, fsdp_config.*Nearest fix: .*{fix}\.$"):
+        from_fsdp(tmp_path, text)
+
+
+def test_a_strategy_of_fsdp1_in_a_file_of_fsdp2_is_named(tmp_path: Path) -> None:
+    text = FSDP.replace("fsdp_version: 2", "fsdp_version: 2\n  fsdp_sharding_strategy: FULL_SHARD")
+    with pytest.raises(ValueError, match=r"fsdp_sharding_strategy is 'FULL_SHARD'; allowed: nothing"):
+        from_fsdp(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("policy", "units"),
+    [("", "the whole model"), ("NO_WRAP", "the whole model"), ("SIZE_BASED_WRAP", "other units")],
+)
+def test_warns_if_accelerate_does_not_shard_each_layer(policy: str, units: str, tmp_path: Path) -> None:
+    line = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    text = FSDP.replace(line, line.replace("TRANSFORMER_BASED_WRAP", policy) if policy else "")
+    with pytest.warns(UserWarning, match=rf"fsdp_auto_wrap_policy is .*shards {units}") as warned:
+        from_fsdp(tmp_path, text)
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("fp16: true", "fp16 is True.*Nearest fix: mixed_precision: fp16"),
+        ("compute_environment: AMAZON_SAGEMAKER", "AMAZON_SAGEMAKER.*LOCAL_MACHINE"),
+        ("ec2_instance_type: ml.p4d", "ec2_instance_type.*Nearest fix: leave it out"),
+    ],
+)
+def test_old_and_other_accelerate_files_are_named(line: str, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=expected):
+        from_fsdp(tmp_path, f"{line}\ndistributed_type: MULTI_GPU\n")
+
+
+def test_a_file_of_another_tool_lacks_a_distributed_type(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"distributed_type is None; allowed: NO, MULTI_GPU"):
+        from_fsdp(tmp_path, "output_dir: out\nfp16: false\n")
+    with pytest.raises(ValueError, match="distributed_type is None"):
+        from_fsdp(tmp_path, json.dumps({**ZERO, "fp16": {"enabled": "auto"}}))
+    with pytest.raises(ValueError, match=r"line 1, distribted_type.*Nearest fix: 'distributed_type'"):
+        from_fsdp(tmp_path, "distribted_type: FSDP\n")
+
+
+def test_missing_options_have_accelerates_defaults(tmp_path: Path) -> None:
+    """``mixed_precision`` is "no", unless the recipe has one; one process is no plan of eight ranks."""
+    multi = "distributed_type: MULTI_GPU\n"
+    assert from_fsdp(tmp_path, multi).recipe.precision == "fp32"
+    assert from_fsdp(tmp_path, multi, recipe=ss.Recipe(precision="bf16")).recipe.precision == "bf16"
+    with pytest.raises(ValueError, match=r"line 1, distributed_type is 'NO'.*8 ranks.*fix: 'MULTI_GPU'"):
+        from_fsdp(tmp_path, "distributed_type: 'NO'\nnum_processes: 8\n")
+    assert from_fsdp(tmp_path, "distributed_type: 'NO'\n", cluster=ss.Cluster.parse("h100-sxm-80gb"))
+
+
+def test_a_deepspeed_config_file_is_found_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate opens it from there; an export's is in the folder of the file."""
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 1}}')
+    (tmp_path / "configs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    assert from_fsdp(tmp_path / "configs", text).layout == ss.Layout.zero(1)
+
+
+@pytest.mark.parametrize(
+    ("fp16", "bf16", "precision"),
+    [
+        (True, "auto", "fp16-mixed"),
+        ("auto", True, "bf16-mixed"),
+        ("auto", False, "fp32"),
+        ("auto", "auto", "fp32"),
+        (False, False, "fp32"),
+    ],
+)
+def test_an_enabled_precision_counts_beside_auto(
+    fp16: object, bf16: object, precision: str, tmp_path: Path
+) -> None:
+    """The Trainer replaces "auto" by its own argument, here fp32."""
+    values = {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}, "train_batch_size": 8}
+    plan = from_zero(tmp_path, values, recipe=ss.Recipe(precision="fp32"))
+    assert plan.recipe.precision == precision
+
+
 def test_options_beside_a_deepspeed_config_file(tmp_path: Path) -> None:
     """Accelerate stops at options that belong in DeepSpeed's JSON; other unread keys are named."""
     (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')
@@ -249,6 +348,37 @@ def test_reads_layers_per_virtual_pipeline_stage(tmp_path: Path) -> None:
     flag = "--num-layers-per-virtual-pipeline-stage"
     plan = from_megatron(tmp_path, MEGATRON.replace("--lr 3e-4", f"{flag} 4"))
     assert plan.layout == ss.Layout.megatron(tp=2, pp=2, vpp=4)
+
+
+def test_megatron_turns_sequence_parallelism_off_without_tensor_parallelism(tmp_path: Path) -> None:
+    """As in Megatron-LM's own example of Llama 3 8B, which sets the flag with one tensor-parallel rank."""
+    one = MEGATRON.replace("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 1")
+    assert from_megatron(tmp_path, one.replace("--lr 3e-4", "")).layout == ss.Layout.megatron(pp=2)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "is_read"),
+    [
+        ("", True),
+        ("--moe-layer-freq 1", True),
+        ("--moe-layer-freq '([1]*32)'", True),
+        ("--moe-layer-freq 2", False),
+    ],
+)
+def test_every_layer_has_experts_by_megatrons_default(frequency: str, is_read: bool, tmp_path: Path) -> None:
+    """Megatron-LM's example of Mixtral 8x7B has no --moe-layer-freq, whose default is 1."""
+    mixtral = ss.models["mixtral-8x7b"]
+    text = MEGATRON.replace("--vocab-size 128256", "--num-experts 8 --moe-router-topk 2").replace(
+        "131072", "32768"
+    )
+    text = text.replace("--tensor-model-parallel-size 2", "--expert-model-parallel-size 4")
+    text = text.replace("--lr 3e-4", frequency)
+    if is_read:
+        plan = from_megatron(tmp_path, text, architecture=mixtral)
+        assert plan.layout == ss.Layout.megatron(pp=2, ep=4)
+        return
+    with pytest.raises(ValueError, match=r"moe-layer-freq is '\(\[1\]\*1\+\[0\]\*1.*\[1\]\*32"):
+        from_megatron(tmp_path, text, architecture=mixtral)
 
 
 def test_reads_arguments_of_megatron_scripts(tmp_path: Path) -> None:
@@ -442,6 +572,24 @@ def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(
         ("--lr 3e-4", "--optimizer-cpu-offload", r"line 22, optimizer-cpu-offload.*nothing"),
         # A flag of Megatron-LM, which was named as a misspelled --fp8-format.
         ("--lr 3e-4", "--fp4-format e2m1", r"line 22, fp4-format.*'e2m1'.*nothing: .*4 bits"),
+        (
+            "--tensor-model-parallel-size",
+            "--tensor-model-parallel",
+            r"line 14.*fix: --tensor-model-parallel-size",
+        ),
+        (
+            "--tensor-model-parallel-size",
+            "--model-parallel-size",
+            r"line 14.*fix: --tensor-model-parallel-size",
+        ),
+        ("--lr 3e-4", "--checkpoint-activations", r"line 22.*fix: --recompute-granularity full"),
+        ("--lr 3e-4", "--use-megatron-fsdp", r"line 22, use-megatron-fsdp.*Layout.fsdp2"),
+        (
+            "--lr 3e-4",
+            "--pipeline-model-parallel-layout Et*16|t*16L",
+            r"line 22, pipeline-model-parallel-layout",
+        ),
+        ("--lr 3e-4", "--num-experts 8", r"which is without --num-experts"),
         ("--lr 3e-4", "--account-for-loss-in-pipeline-split", r"line 22, account-for-loss"),
         ("--lr 3e-4", "--decoder-last-pipeline-num-layers 9", r"line 22, decoder-last.*leave it out"),
     ],

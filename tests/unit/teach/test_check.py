@@ -132,6 +132,19 @@ def test_numbers_may_have_units(answer: object) -> None:
     ("name", "answer"),
     [
         ("01-bytes-per-parameter", "128 bits"),
+        ("01-bytes-per-parameter", "16 bytes per parameter"),
+        ("01-bytes-per-parameter", "16 bytes/parameter"),
+        ("01-state-of-8b", "128.5 gigabytes"),
+        ("02-micro-batches", "8 micro-batches per replica"),
+        ("02-recomputation-saves", "57×"),
+        ("02-recomputation-saves", "57 times fewer"),
+        ("04-all-gathers", "65 all-gathers"),
+        ("05-stored-in-full", "norms, residuals"),
+        ("05-stored-in-full", "Norms and residuals."),
+        ("07-causal-balance", 1.9),
+        ("08-lora-parameters", "6.8M"),
+        ("08-lora-parameters", "6.8 million parameters"),
+        ("08-qlora-weights", 35),
         ("02-micro-batches", "8 microbatches"),
         ("02-micro-batches", "8 micro batches"),
         ("08-lora-parameters", "6.8 million"),
@@ -157,6 +170,33 @@ def test_a_decimal_comma_is_named_and_costs_no_hint(name: str, answer: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("01-state-of-8b", "16*8.03"),
+        ("02-recomputation-saves", "1/57"),
+        ("04-all-gathers", "2 x 32 + 1"),
+        ("06-bubble", "7/128"),
+        ("07-causal-balance", "(1 - 49/64) / (1/8)"),
+    ],
+)
+def test_a_calculation_in_quotes_is_named_and_costs_no_hint(name: str, answer: str) -> None:
+    feedback = teach.check(name, answer)
+    assert feedback.correct is False and "without quotes" in feedback.text and feedback.num_wrong == 0
+
+
+@pytest.mark.parametrize("answer", ["16 ms", "16 s", "16 m/s", "8 GB/s", "8 per hour"])
+@pytest.mark.parametrize("name", ["01-bytes-per-parameter", "02-micro-batches"])
+def test_a_unit_of_another_kind_is_no_number(name: str, answer: str) -> None:
+    feedback = teach.check(name, answer)
+    assert feedback.correct is False and feedback.num_wrong == 0
+
+
+def test_an_unknown_word_is_named() -> None:
+    text = teach.check("05-stored-in-full", ["norm", "residuals"]).text
+    assert 'There is no "norm" here' in text and '"norms"' in text
+
+
+@pytest.mark.parametrize(
     ("name", "answer", "words"),
     [
         ("03-buckets", 237, "round up"),
@@ -164,6 +204,7 @@ def test_a_decimal_comma_is_named_and_costs_no_hint(name: str, answer: str) -> N
         ("08-lora-parameters", 6.8, "millions"),
         ("09-exposed-share", 12.5, "640"),
         ("09-utilization", 28.06, "attention"),
+        ("09-utilization", 33.7, "every key"),
     ],
 )
 def test_rounded_and_common_mistakes_get_their_own_hint(name: str, answer: float, words: str) -> None:
@@ -263,6 +304,16 @@ def test_answers_about_choosing_are_those_of_the_library() -> None:
     assert "with sparsity" in teach.check("09-utilization", choosing.compute_utilization() / 2).text
 
 
+def test_the_fastest_plan_of_notebook_09_is_what_its_text_says() -> None:
+    recipe = ss.Recipe(seq_len=4096, global_batch_size=64)
+    model, cluster = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb")
+    best, advised = ss.search(model, cluster, recipe).best, ss.recommend(model, cluster, recipe).plan
+    degrees = best.degrees
+    assert advised is not None and (degrees.tp, degrees.pp, degrees.cp) == (2, 1, 1)
+    assert best.step().tokens_per_second > advised.step().tokens_per_second
+    assert best.memory().verdict == "tight"
+
+
 def test_plan_exercise_needs_both_changes() -> None:
     start = memory.build_long_plan()
     assert not teach.check("02-make-it-fit", start).correct
@@ -277,6 +328,22 @@ def test_plan_exercise_needs_both_changes() -> None:
         assert teach.check("02-make-it-fit", plan).correct is right, changes
     other = replace(start, recipe=replace(start.recipe, seq_len=2048))
     assert "recipe.seq_len must stay" in teach.check("02-make-it-fit", other).text
+
+
+def test_hints_go_on_with_plans_and_layouts_that_differ_in_one_option() -> None:
+    start = memory.build_long_plan()
+    plans = [
+        replace(start, recipe=replace(start.recipe, recompute=name)) for name in ("none", "selective", "full")
+    ]
+    for number, plan in enumerate((plans[0], plans[0], *plans[1:])):
+        assert f"Hint {max(1, number)}" in teach.check("02-make-it-fit", plan).text
+    tried = teach.check("02-make-it-fit", ...).text
+    assert "You tried Layout.fsdp2(), micro_batch_size=4, recompute='full', method='full' before" in tried
+    for number, overlap in enumerate((None, False), start=1):
+        layout = ss.Layout.zero(stage=2, overlap_comm=overlap)
+        assert f"Hint {number}" in teach.check("04-slow-links", layout).text
+    teach.check("04-slow-links", ss.Layout.zero(stage=2, overlap_comm=True))
+    assert "with Layout.zero(stage=2, overlap_comm=True)." in teach.check("04-slow-links", ...).text
 
 
 def test_learners_name_becomes_a_safe_file_name(monkeypatch: pytest.MonkeyPatch) -> None:

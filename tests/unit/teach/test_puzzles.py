@@ -47,6 +47,17 @@ def test_ten_puzzles_in_three_levels() -> None:
     assert levels == sorted(levels) and set(levels) == {1, 2, 3}
 
 
+def test_puzzles_are_displayed_as_a_table() -> None:
+    assert teach.puzzles._repr_html_().count("<tr>") == 11
+    shown = repr(teach.puzzles).splitlines()
+    assert len(shown) == 10 and all(line.startswith("Puzzle ") for line in shown)
+    # Each can be read alone.
+    assert all(
+        "Llama" in one.title or "Mixtral" in one.title or "Qwen" in one.title
+        for one in teach.puzzles.values()
+    )
+
+
 @pytest.mark.parametrize("name", list(SOLUTIONS))
 def test_hints_name_the_degrees_of_the_solution(name: str) -> None:
     degrees = solve(name).degrees
@@ -65,6 +76,21 @@ def test_every_puzzle_is_solvable_and_its_start_is_no_solution(name: str) -> Non
     (row,) = teach.leaderboard()
     assert row["learner"] == "ada" and row["tokens_per_second_per_gpu"] >= puzzle.min_tokens
     assert [one.solved for one in teach.progress()] == [(f"puzzle-{name}",)]
+
+
+def test_each_different_wrong_plan_reveals_the_next_hint() -> None:
+    puzzle = teach.puzzles["70b-on-two-nodes"]
+    shown = [
+        puzzle.check(replace(puzzle.plan, recipe=replace(puzzle.plan.recipe, micro_batch_size=size))).text
+        for size in (1, 2, 1)
+    ]
+    assert puzzle.hints[0] in shown[0] and puzzle.hints[1] in shown[1]
+
+
+def test_the_leaderboard_shows_what_the_layout_was_called_with() -> None:
+    teach.puzzles["8b-on-one-node"].check(solve("8b-on-one-node"))
+    (row,) = teach.leaderboard()
+    assert row["layout"] == "Layout.zero(stage=3), micro_batch_size=1, recompute='none', method='full'"
 
 
 def test_context_parallelism_alone_solves_level_2_and_not_level_3() -> None:

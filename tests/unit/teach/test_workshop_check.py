@@ -66,8 +66,17 @@ def break_installation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(importlib.metadata, "version", find)
 
 
+def break_frameworks(patch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> str:
+        if name in ("deepspeed", "megatron-core"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "999"
+
+    patch.setattr(importlib.metadata, "version", find)
+
+
 def test_a_machine_that_has_all_is_ready(tmp_path: Path) -> None:
-    for package in ("torch", "jupyter_client"):
+    for package in ("torch", "jupyter_client", "deepspeed", "megatron"):
         skip_without(package)
     table = check_machine(tmp_path)
     memory = {check.name for check in table.checks if check.name.endswith("free memory")}
@@ -85,6 +94,9 @@ def test_a_machine_that_has_all_is_ready(tmp_path: Path) -> None:
         (break_ports, "ports of this machine", "127.0.0.1"),
         (break_versions, "ipywidgets", 'pip install "ipywidgets>='),
         (break_installation, "anywidget", "make env"),
+        # Notebooks 05 to 08 train with them.
+        (break_frameworks, "deepspeed", "megatron"),
+        (break_frameworks, "megatron-core", "deepspeed"),
     ],
 )
 def test_what_is_missing_is_named_with_its_fix(

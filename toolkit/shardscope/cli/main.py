@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
+import io
 import sys
 import warnings
 
 from shardscope.cli import planning, running
+from shardscope.cli.output import discard_output, print_error
 from shardscope.core.errors import find_similar, refuse
 from shardscope.core.version import __version__
 
@@ -46,23 +47,37 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: the process's) and return the exit code."""
+    _prepare_streams()
     options, unknown = build_parser().parse_known_args(arguments)
     # A warning's file and line are those of our code, of no use here.
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_, **__: print_error(f"warning: {message}")
+    code: int = 0
     try:
         _check_unknown(options.parser, unknown)
-        code: int = options.run(options)
+        code = options.run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader, such as head, has enough. Python would complain once more when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        # The reader, such as head, has enough. A failed run remains one.
+        discard_output()
+        return code
     except (ValueError, ImportError, OSError) as error:
-        print(f"shardscope: {error}", file=sys.stderr)
+        print_error(f"shardscope: {error}")
         return 2
     return code
+
+
+def _prepare_streams() -> None:
+    """Make standard output and error writable: all characters in any locale, and closed streams."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # Daemons close them (``>&-``), and ``print(file=None)`` of an error would be standard output.
+            setattr(sys, name, io.StringIO())
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            # A path or a model's name may have characters that an ASCII locale lacks.
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _check_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:

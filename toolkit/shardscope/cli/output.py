@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
+import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
+from shlex import quote
+
+from shardscope.core.errors import refuse
+from shardscope.machine.user_folders import expand_home
 
 WIDTH = 80
 MIN_WIDTH = 8
@@ -18,7 +25,13 @@ MIN_WIDTH = 8
 
 def print_json(value: object) -> None:
     """Print ``value`` as one JSON document. Numbers that JSON does not have are null."""
-    print(json.dumps(_clean(value), indent=2, ensure_ascii=False))
+    document = _clean(value)
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    # JSON is UTF-8: in other locales, and for paths that are no UTF-8, only its own escapes are valid.
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+    if not is_utf8 or any("\ud800" <= letter <= "\udfff" for letter in text):
+        text = json.dumps(document, indent=2)
+    print(text)
 
 
 def _clean(value: object) -> object:
@@ -52,8 +65,15 @@ def print_text(text: str, indent: str = "") -> None:
 
 
 def print_error(text: str) -> None:
-    """Print lines on standard error."""
-    print(text, file=sys.stderr)
+    """Print lines on standard error, if it can be written."""
+    # An exit code is not lost because the disk of its log is full.
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def discard_output() -> None:
+    """Write what is still to come to nowhere: Python would complain at its end about a closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
@@ -106,3 +126,18 @@ def _format_cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def find_output_file(option: str, text: str | None, name: str) -> Path | None:
+    """Return the path of a file to write, ``name`` in a folder; None without it. Raises ``ValueError``."""
+    if text is None:
+        return None
+    if not text:  # An empty variable of a script; the path would be the current folder.
+        refuse(option, text, "the path of a file or of a folder", f"{option} {name}")
+    path = expand_home(text)
+    path = path / name if path.is_dir() else path
+    if not path.parent.is_dir():
+        refuse(
+            option, text, f"a path in a folder; {path.parent} is none", f"mkdir -p {quote(str(path.parent))}"
+        )
+    return path

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import shardscope as ss
 from shardscope.core.errors import check_choice, check_keys, find_similar, refuse
 from shardscope.frameworks.registry import list_layout_names
+from shardscope.machine.user_folders import expand_home
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -82,6 +83,7 @@ def read_parts(
     elif stored:
         architecture = stored.architecture
     else:
+        _check_swallowed_plan(options)
         refuse("--model", None, "a model, or the plan.json of one", "--model llama-3.1-8b")
     if options.cluster:
         cluster = ss.Cluster.parse(options.cluster)
@@ -92,6 +94,14 @@ def read_parts(
     recipe = stored.recipe if stored else ss.Recipe()
     values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     return architecture, cluster, ss.Recipe(**{**values, **changes})
+
+
+def _check_swallowed_plan(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` if an option, which takes all words up to the next, took a plan's file."""
+    for name in ("layout", "recipe", "frameworks", "task", "extra"):
+        for word in getattr(options, name, None) or ():
+            if "=" not in word and Path(word).is_file():
+                refuse(f"--{name}", word, "no file", f"{word} before --{name}")
 
 
 def find_architecture(name: str) -> Architecture:
@@ -172,14 +182,45 @@ def build_layout(option: str, name: str, **fields: object) -> Layout:
 def _read_stored_plan(name: str) -> Plan:
     """Read a plan's JSON. Raises ``ValueError`` or ``OSError``."""
     if name == "-":
-        return ss.Plan.from_json(sys.stdin.read())
-    path = Path(name)
+        # A closed standard input is None.
+        return _parse_plan("standard input", sys.stdin.buffer.read() if sys.stdin else b"")
+    path = expand_home(name)
     path = path / PLAN_FILE if path.is_dir() else path
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except FileNotFoundError:
         refuse("plan", name, f"the path of a {PLAN_FILE} or its folder", "--model NAME --cluster NAME")
+    return _parse_plan(str(path), content)
+
+
+def _parse_plan(name: str, content: bytes) -> Plan:
+    """Return the plan of a JSON text, whose errors name the file: a script reads many."""
+    try:
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         allowed = f"a {PLAN_FILE} in UTF-8; byte {error.start} of this file is none"
         refuse("plan", name, allowed, "--out plan.json, which writes one")
-    return ss.Plan.from_json(text)
+    try:
+        return ss.Plan.from_json(text)
+    except ValueError as error:
+        _refuse_other_json(name, text)
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _refuse_other_json(name: str, text: str) -> None:
+    """Raise ``ValueError`` for JSON with a plan in it, as ``--json`` prints, and for that of another tool."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(document, dict) or isinstance(document.get("shardscope"), str):
+        return
+    for field in ("plan", "best"):
+        stored = document.get(field)
+        if isinstance(stored, dict) and stored.get("shardscope") == "Plan":
+            allowed = f"a {PLAN_FILE}; the field {field!r} of this document is one"
+            refuse("plan", name, allowed, f"jq .{field}")
+    readers = "ss.Plan.from_deepspeed, from_accelerate or from_megatron in Python"
+    refuse(
+        "plan", name, f"a {PLAN_FILE}, which --out and export write", f"{readers}, for a file of another tool"
+    )

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardscope.cli.output import print_fields, print_json, print_table, print_text
+from shardscope.cli.output import find_output_file, print_fields, print_json, print_table, print_text
 from shardscope.cli.plan_options import (
     LAYOUTS,
     PLAN_FILE,
@@ -17,6 +17,7 @@ from shardscope.cli.plan_options import (
     read_plan,
 )
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
+from shardscope.records.json_files import partial_file
 
 if TYPE_CHECKING:
     from shardscope.core.finding import Finding
@@ -100,13 +101,13 @@ def add_commands(commands: Commands) -> None:
 
 def show_plan(options: argparse.Namespace) -> int:
     """Print a plan's predictions and findings."""
-    plan = read_plan(options)
+    plan, out = read_plan(options), find_output_file("--out", options.out, PLAN_FILE)
     memory, findings = plan.memory(), plan.findings()
     try:
         step, why_no_step = plan.step(), None
     except ValueError as error:  # A figure of the GPU is not known.
         step, why_no_step = None, str(error)
-    _write_plan(plan, options.out)
+    _write_plan(plan, out)
     if options.json:
         print_json(
             {
@@ -133,17 +134,19 @@ def _print_plan(
     findings: list[Finding],
 ) -> None:
     from shardscope.core.number_format import format_gib
+    from shardscope.timing.report import format_part
 
     low, high = format_gib(memory.low_bytes), format_gib(memory.high_bytes)
     peak = (
         f"peak {format_gib(memory.peak_bytes)} of {format_gib(memory.usable_bytes)} GiB on the fullest rank"
     )
     mfu = f", MFU {100 * step.mfu:.0f} %" if step and step.mfu is not None else ""
+    device = "GPU" if plan.on_gpu else "rank"
     print_fields(
         {
             "plan": f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}",
             "memory": f"{memory.verdict}: {peak} ({low} to {high}), in {memory.peak_phase}",
-            "step": f"{step.seconds:,.3g} s, {step.tokens_per_second_per_gpu:,.0f} tokens/s per GPU{mfu}"
+            "step": f"{step.seconds:,.3g} s, {step.tokens_per_second_per_gpu:,.0f} tokens/s per {device}{mfu}"
             if step
             else why_no_step,
         }
@@ -153,9 +156,8 @@ def _print_plan(
     print_table(("component", "GiB"), rows)
     if step:
         print()
-        print_table(
-            ("part of a step", "seconds"), [(name, value) for name, value in step.parts.items() if value]
-        )
+        parts = [(format_part(name), value) for name, value in step.parts.items() if value]
+        print_table(("part of a step", "seconds"), parts)
     for finding in findings:
         print()
         print_text(f"{finding.severity}: {finding.why}", "  ")
@@ -173,6 +175,8 @@ def search_plans(options: argparse.Namespace) -> int:
     import shardscope as ss
 
     architecture, cluster, recipe = read_parts(options)
+    # Before the search, which may take minutes.
+    out = find_output_file("--out", options.out, PLAN_FILE)
     names = options.frameworks
     if names:
         # ss.search takes frameworks, of which a layout may have another name.
@@ -180,8 +184,8 @@ def search_plans(options: argparse.Namespace) -> int:
     ranking = ss.search(architecture, cluster, recipe, names)
     number = _choose_plan(ranking)
     best = ranking.plan(int(ranking.order[number])) if ranking.num_feasible else None
-    if options.out:
-        _write_plan(best or ranking.best, options.out)  # Raises ValueError if none fits.
+    if out:
+        _write_plan(best or ranking.best, out)  # Raises ValueError if none fits.
     if options.json:
         numbers = {name: getattr(ranking, name) for name in ("num_evaluated", "num_feasible", "seconds")}
         rows = ranking.to_frame(options.limit).to_dict("records")
@@ -274,7 +278,21 @@ def export_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write_plan(plan: Plan, out: str | None) -> None:
-    if out is not None:
-        path = Path(out)
-        (path / PLAN_FILE if path.is_dir() else path).write_text(plan.to_json() + "\n", encoding="utf-8")
+def _write_plan(plan: Plan, path: Path | None) -> None:
+    """Write ``plan``; jobs that read the file meanwhile, and a full disk, find the plan before it."""
+    if path is None:
+        return
+    text, partial = plan.to_json() + "\n", partial_file(path)
+    # A link and a device, such as /dev/stdout, are written themselves.
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        if not isinstance(error, PermissionError):
+            raise
+        # The file may be the user's in a folder that is not.
+        path.write_text(text, encoding="utf-8")

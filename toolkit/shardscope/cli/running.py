@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.cli.output import print_error, print_fields, print_json, print_table, print_text
+from shardscope.cli.output import (
+    discard_output,
+    find_output_file,
+    print_error,
+    print_fields,
+    print_json,
+    print_table,
+    print_text,
+)
 from shardscope.cli.plan_options import (
     FIELDS_METAVAR,
     add_plan_options,
@@ -19,7 +27,8 @@ from shardscope.cli.plan_options import (
 )
 from shardscope.cli.planning import Commands, add_command
 from shardscope.core.errors import find_similar, refuse
-from shardscope.records.folder import FINAL
+from shardscope.machine.user_folders import expand_home
+from shardscope.records.folder import FINAL, RECORDINGS, RunFolder
 
 if TYPE_CHECKING:
     from shardscope.runs.backends.ray.target import Ray
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
 
 RUNS = "runs"
 """The folder of runs, as ``ss.launch`` has it."""
+CHROME_FILE = "trace.json.gz"
 POLL_SECONDS = 0.5
 SLURM_FIELDS = ("partition", "account", "qos", "time", "constraint", "python")
 RAY_FIELDS = ("address", "runtime_env", "node_folder")
@@ -129,7 +139,9 @@ def add_commands(commands: Commands) -> None:
         "  shardscope trace my-run\n  shardscope trace my-run --chrome trace.json.gz",
     )
     parser.add_argument("source", help="name or folder of a run, a trace file, or a folder of them")
-    parser.add_argument("--chrome", metavar="FILE", help="write one trace of all ranks, for Perfetto")
+    parser.add_argument(
+        "--chrome", metavar="FILE", help="write one trace of all ranks to this file, for Perfetto"
+    )
     parser.set_defaults(run=show_trace)
 
 
@@ -143,6 +155,8 @@ def launch_run(options: argparse.Namespace) -> int:
     """Launch a run, and wait for its end if asked."""
     import shardscope as ss
 
+    if not options.folder:  # An empty variable of a script; the run would be in the current folder.
+        refuse("--folder", options.folder, "the path of a folder", f"--folder {RUNS}")
     plan, task, target = read_plan(options), build_task(options.task), _build_target(options)
     # This process ends at once, unless it waits; a run on a cluster outlives it in any case. That is chosen
     # here, because by default ``launch`` prints it, for notebooks, on the standard output of --json.
@@ -201,6 +215,8 @@ def list_runs(options: argparse.Namespace) -> int:
     records = ss.runs(options.folder).to_frame().to_dict("records")
     if options.json:
         print_json(records)
+        if missing := describe_missing_folder(Path(options.folder)):
+            print_error(f"No runs in {options.folder}{missing}.")
     elif not records:
         print_text(f"No runs in {options.folder}{describe_missing_folder(Path(options.folder))}.")
     else:
@@ -253,8 +269,9 @@ def show_trace(options: argparse.Namespace) -> int:
 
     # A run's recording is chosen by the run; other folders and files are traces.
     path = _find_path(options.source)
-    trace = ss.Run.attach(path).trace() if (path / "run.json").exists() else ss.Trace.load(path)
-    written = None if options.chrome is None else trace.to_chrome(options.chrome)
+    chrome = _find_chrome_file(options.chrome, path)
+    trace = ss.Run.attach(path).trace() if _is_run(path) else ss.Trace.load(path)
+    written = None if chrome is None else trace.to_chrome(chrome)
     summary = trace.summary()
     if options.json:
         print_json(
@@ -272,9 +289,26 @@ def show_trace(options: argparse.Namespace) -> int:
     return 0
 
 
+def _is_run(path: Path) -> bool:
+    return RunFolder(path).run_json.exists()
+
+
+def _find_chrome_file(text: str | None, source: Path) -> Path | None:
+    """Return the path to write; None without ``--chrome``. Raises ``ValueError`` for a file of ``source``."""
+    path = find_output_file("--chrome", text, CHROME_FILE)
+    if path is not None and path.exists():
+        # Of a run, only its recordings are read; a trace that was written into its folder may be replaced.
+        folders = [RunFolder(source).traces, source / RECORDINGS] if _is_run(source) else [source]
+        target = path.resolve()
+        if any(folder.resolve() in (target, *target.parents) for folder in folders):
+            allowed = f"another file than those that are read from {source}: it would be lost"
+            refuse("--chrome", text, allowed, f"--chrome {CHROME_FILE}")
+    return path
+
+
 def _find_path(source: str) -> Path:
     """Return the path of a run or a trace: as given, or in the folder of runs."""
-    path, named = Path(source).expanduser(), Path(RUNS, source)
+    path, named = expand_home(source), Path(RUNS, source)
     return named if not path.exists() and named.exists() else path
 
 
@@ -284,7 +318,8 @@ def _find_run(source: str) -> Run:
     from shardscope.runs.summaries import find_run_folders
 
     path = _find_path(source)
-    if not path.exists():
+    # An empty variable of a script would be the current folder.
+    if not source or not path.exists():
         similar = find_similar(source, [folder.name for folder in find_run_folders(Path(RUNS))])
         allowed = f"the folder of a run, or its name in ./{RUNS}: it does not exist"
         refuse("run", source, allowed, similar or "`shardscope runs`, which lists them")
@@ -293,26 +328,41 @@ def _find_run(source: str) -> Run:
 
 def _follow(run: Run, as_json: bool) -> int:
     """Print status changes and steps until the run ends. Return the exit code."""
-    reader, status = run.follow(), ""
-    while True:
-        current = run.status
-        if not as_json and current != status and current not in FINAL:
-            print_text(f"{current}: {run.reason}" if run.reason else current, "  ")
-        # One line for all steps since the last look, of rank 0 alone: the others log the same steps.
-        steps = [one for one in reader.read() if one.get("rank") == 0 and "loss" in one]
-        if steps and not as_json:
-            print(_describe_step(run, steps[-1]), flush=True)
-        status = current
-        if status in FINAL and not reader.is_behind:
-            break
-        time.sleep(POLL_SECONDS)
-    _print_run(run, as_json)
+    try:
+        status = _print_until_end(run, as_json)
+        _print_run(run, as_json)
+    except BrokenPipeError:
+        # The reader, such as head, has enough. That is no success of a run that has not ended.
+        discard_output()
+        status = run.status
+        if status not in FINAL:
+            print_error(f"{run.name} {status}: no longer waited for, because the reader of the output ended")
+            return 1
     if status == "finished":
         return 0
     print_error(
         f"{run.name} {status}: {run.reason}" + (f"\n{run.error}" if run.error and not as_json else "")
     )
     return 1
+
+
+def _print_until_end(run: Run, as_json: bool) -> str:
+    """Print status changes and steps until the run ends. Return its final status."""
+    reader, status = run.follow(), ""
+    while True:
+        current = run.status
+        if not as_json and current != status and current not in FINAL:
+            print_text(f"{current}: {run.reason}" if run.reason else current, "  ")
+            # A job may be queued for days: a pipe would show that with the first step.
+            sys.stdout.flush()
+        # One line for all steps since the last look, of rank 0 alone: the others log the same steps.
+        steps = [one for one in reader.read() if one.get("rank") == 0 and "loss" in one]
+        if steps and not as_json:
+            print(_describe_step(run, steps[-1]), flush=True)
+        status = current
+        if status in FINAL and not reader.is_behind:
+            return status
+        time.sleep(POLL_SECONDS)
 
 
 def _describe_step(run: Run, record: Mapping[str, object]) -> str:

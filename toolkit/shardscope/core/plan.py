@@ -226,9 +226,10 @@ class Plan(Serializable):
         """Read an ``accelerate config`` YAML or JSON: DDP, FSDP2, or the DeepSpeed JSON that it names.
 
         Values come from the file first, then from the arguments, then from a ``plan.json`` in the same folder
-        (an export writes one), then from ``Recipe()``. A warning lists keys of the format that a plan cannot
-        represent. Raises ``ValueError`` with line and key for invalid values and unknown keys, and for a
-        missing architecture or cluster.
+        (an export writes one), then from ``Recipe()``; without a recipe of either, a missing
+        ``mixed_precision`` is Accelerate's default, "no". Warnings list keys that a plan cannot represent,
+        and units other than layers. Raises ``ValueError`` with line and key for invalid values
+        and unknown keys, and for a missing architecture or cluster.
         """
         from shardscope.export import reading
 

@@ -14,6 +14,7 @@ from shardscope.core.json_text import parse_json
 from shardscope.families.common import HfConfig
 from shardscope.families.registry import FAMILIES
 from shardscope.machine.hub import HubProblem, find_hub_problem
+from shardscope.machine.user_folders import expand_home
 
 MAX_BYTES = 1_000_000
 """Maximum size of a config.json; real ones have a few kilobytes."""
@@ -26,7 +27,7 @@ def read_architecture(config: str | Path | Mapping[str, object], rehearse_only: 
     if not isinstance(config, str | Path) or not str(config).strip() or "\0" in str(config):
         allowed = "a path to config.json, its folder, a dict, or a Hub id"
         refuse("config", config, allowed, "Architecture.from_hf('folder/config.json')")
-    path = Path(config).expanduser()
+    path = expand_home(config)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
         return build_architecture(read_config_file(file), _derive_name(file.absolute()), rehearse_only)

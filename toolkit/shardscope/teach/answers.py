@@ -38,6 +38,7 @@ class Expected(Protocol):
 
 BYTES = {"bit": 0.125, "bits": 0.125, "b": 1.0, "byte": 1.0, "bytes": 1.0}
 DECIMAL_BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+DECIMAL_BYTES |= {"kilobytes": 1e3, "megabytes": 1e6, "gigabytes": 1e9, "terabytes": 1e12}
 BINARY_BYTES = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
 SECONDS = {"s": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 UNITS: Mapping[str, Mapping[str, float]] = {
@@ -46,10 +47,15 @@ UNITS: Mapping[str, Mapping[str, float]] = {
     "a plain number": {
         "": 1.0,
         "x": 1.0,
+        "×": 1.0,
         "times": 1.0,
+        "times fewer": 1.0,
         "%": 0.01,
         "percent": 0.01,
+        "k": 1e3,
+        "m": 1e6,
         "million": 1e6,
+        "b": 1e9,
         "billion": 1e9,
     },
     "tokens per second": {"tokens/s": 1.0, "tok/s": 1.0, "tokens per second": 1.0},
@@ -57,6 +63,7 @@ UNITS: Mapping[str, Mapping[str, float]] = {
 }
 """Dimensions, their units in lower case, and the size of each unit."""
 COUNTED = (
+    "allgather",
     "bucket",
     "step",
     "rank",
@@ -66,10 +73,14 @@ COUNTED = (
     "stage",
     "layer",
     "parameter",
+    "replica",
+    "sequence",
     "token",
 )
 """Nouns that may follow a plain number, with or without a plural s, spaces and hyphens."""
 NUMBER = re.compile(r"\s*([-+]?(?:\d[\d,_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(.*?)\s*", re.IGNORECASE)
+CALCULATION = re.compile(r"[\s(]*[\d.][\d\s.,_()e]*[-+*/x×^][-+\s\d.,_()e*/x×^]*\d[\s)]*", re.IGNORECASE)
+"""Text like ``15/8`` or ``2 x (7 + 1)``: numbers with at least one operator between them."""
 THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
 """A number whose commas separate groups of three digits."""
 MISTAKE_TOLERANCE = 0.005
@@ -102,10 +113,13 @@ class Number:
         value, unit = _read_number(answer)
         if value is None and isinstance(answer, str) and _has_decimal_comma(answer):
             return Judgement(False, f"Write {answer!r} with a decimal point; expected: {example}.", False)
+        found = None if unit is None else _find_unit(unit, dimension)
+        is_unread = value is None or (unit is not None and found is None)
+        if is_unread and isinstance(answer, str) and CALCULATION.fullmatch(answer):
+            return Judgement(False, f"Write the calculation without quotes; expected: {example}.", False)
         if value is None:
             return Judgement(False, f"{_describe(answer)}; expected: {example}, such as 12.5.", False)
         if unit is not None:
-            found = _find_unit(unit)
             if found is None:
                 return Judgement(False, f"{unit!r} is no unit that I know; expected: {example}.", False)
             if found[0] != dimension:
@@ -124,15 +138,27 @@ def _is_near(value: float, expected: float, tolerance: float) -> bool:
     return math.isclose(value, expected, rel_tol=tolerance, abs_tol=1e-12)
 
 
-def _find_unit(unit: str) -> tuple[str, float] | None:
-    """Return the dimension and size of a unit."""
+def _find_unit(unit: str, dimension: str = "") -> tuple[str, float] | None:
+    """Return the dimension and size of a unit, of ``dimension`` if two have that name (``"6.8 b"``)."""
     name = unit.lower().strip()
-    for dimension, units in UNITS.items():
+    # "bytes per parameter", "8 micro-batches per replica": what it is counted for is the question's.
+    name, _, counted_for = (part.strip() for part in re.sub(r"\s*\bper\b\s*|/", "/", name).partition("/"))
+    if counted_for and not _is_counted(counted_for):
+        name = unit.lower().strip()
+    for known, units in sorted(UNITS.items(), key=lambda item: item[0] != dimension):
         if name in units:
-            return dimension, units[name]
-    if re.sub(r"[\s-]", "", name).removesuffix("s") in COUNTED:
+            return known, units[name]
+    if _is_counted(name):
         return "a plain number", 1.0
+    # "6.8 million parameters"
+    size, _, noun = name.partition(" ")
+    if size in UNITS["a plain number"] and _is_counted(noun):
+        return "a plain number", UNITS["a plain number"][size]
     return None
+
+
+def _is_counted(noun: str) -> bool:
+    return re.sub(r"[\s-]", "", noun).removesuffix("s") in COUNTED
 
 
 def _read_number(answer: object) -> tuple[float | None, str | None]:
@@ -198,10 +224,12 @@ class Choice:
 
     def judge(self, answer: object) -> Judgement:
         """Judge a word, or a list, tuple or set of words."""
+        several = len(self.right) > 1
         words = [answer] if isinstance(answer, str) else answer
+        if several and isinstance(answer, str):
+            words = re.split(r"[,;+&]|\band\b", answer)
         names = {_normalize(name): name for name in (*sorted(self.right), *self.wrong)}
         options = ", ".join(f'"{name}"' for name in sorted(names.values()))
-        several = len(self.right) > 1
         if not isinstance(words, list | tuple | set | frozenset) or not all(
             isinstance(word, str) for word in words
         ):
@@ -210,7 +238,9 @@ class Choice:
         given = {_normalize(word) for word in words if isinstance(word, str)}
         unknown = given - set(names)
         if unknown or not given:
-            return Judgement(False, f"Choose out of {options}.", False)
+            words_given = ", ".join(f'"{word[:40]}"' for word in sorted(unknown)[:3])
+            which = f"There is no {words_given} here. " if unknown else ""
+            return Judgement(False, f"{which}Choose out of {options}.", False)
         chosen = {names[word] for word in given}
         if chosen == self.right:
             return Judgement(True, "")
@@ -219,7 +249,7 @@ class Choice:
 
 
 def _normalize(word: str) -> str:
-    return re.sub(r"[\s_-]+", " ", word).strip().lower()
+    return re.sub(r"[\s_-]+", " ", word).strip(" .!'\"").lower()
 
 
 # ---- Plans

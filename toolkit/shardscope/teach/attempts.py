@@ -36,7 +36,7 @@ class Attempt:
 
     exercise: str
     answer: str
-    """The answer as text, shortened; of a function, the first characters of its source's hash."""
+    """The answer as text, shortened; for code, layouts and plans with the first characters of a hash."""
     correct: bool
     valid: bool = True
     """Whether the answer had the right kind."""
@@ -46,6 +46,11 @@ class Attempt:
     """Tier of a puzzle's check."""
     tokens_per_second_per_gpu: float = 0.0
     """Predicted speed of a puzzle's solution; 0 for anything else."""
+
+    @property
+    def shown_answer(self) -> str:
+        """The answer as text, without the hash that tells it from others with the same text."""
+        return re.sub(r" [0-9a-f]{8}$", "", self.answer)
 
 
 def find_learner() -> str:
@@ -230,7 +235,7 @@ def leaderboard(folder: str | os.PathLike[str] | None = None) -> Leaderboard:
                     "learner": path.stem,
                     "tokens_per_second_per_gpu": best.tokens_per_second_per_gpu,
                     "tiers": ", ".join(dict.fromkeys(attempt.tier for attempt in attempts)),
-                    "layout": best.answer,
+                    "layout": best.shown_answer,
                 }
             )
     return Leaderboard(sorted(rows, key=lambda row: (row["puzzle"], -row["tokens_per_second_per_gpu"])))

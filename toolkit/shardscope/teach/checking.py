@@ -10,6 +10,9 @@ import time
 from types import CodeType, FunctionType
 
 from shardscope.core.errors import find_similar
+from shardscope.core.layout import Layout
+from shardscope.core.plan import Plan
+from shardscope.frameworks.registry import list_layout_names
 from shardscope.teach.answers import Judgement
 from shardscope.teach.attempts import Attempt, read_attempts, store_attempt
 from shardscope.teach.exercises import EXERCISES
@@ -77,22 +80,47 @@ def _is_empty(function: FunctionType) -> bool:
 
 
 def describe_answer(answer: object) -> str:
-    """Return ``answer`` as text to store; of a function or class, the bytecode's hash."""
+    """Return ``answer`` as text to store, with a hash where the text alone may be that of another answer.
+
+    Two wrong answers with the same text would be one, and reveal one hint.
+    """
     if isinstance(answer, FunctionType) or inspect.isclass(answer):
         functions = [answer] if isinstance(answer, FunctionType) else list_functions(answer)
         content = repr([_describe_code(function.__code__) for function in functions])
-        return f"{answer.__name__} {hashlib.sha256(content.encode(errors='replace')).hexdigest()[:8]}"
+        return _add_hash(answer.__name__, content)
+    if isinstance(answer, Layout):
+        return _add_hash(_describe_layout(answer), repr(answer))
+    if isinstance(answer, Plan):
+        recipe = answer.recipe
+        text = (
+            f"{_describe_layout(answer.layout)}, micro_batch_size={recipe.micro_batch_size}, "
+            f"recompute={recipe.recompute!r}, method={recipe.method!r}"
+        )
+        return _add_hash(text, answer.to_json())
     try:
         text = repr(answer)
     except Exception:
         return f"an unprintable {type(answer).__name__}"
     # An object at an address is another text in every kernel.
     text = re.sub(r" at 0x[0-9a-f]+", "", text)
-    return (
-        text
-        if len(text) <= 200
-        else f"{text[:190]} {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:8]}"
-    )
+    return text if len(text) <= 200 else _add_hash(text, text)
+
+
+def _add_hash(text: str, content: str) -> str:
+    return f"{text[:190]} {hashlib.sha256(content.encode(errors='replace')).hexdigest()[:8]}"
+
+
+def _describe_layout(layout: Layout) -> str:
+    """Return the call that makes ``layout``: ``Layout.zero(stage=2, overlap_comm=True)``."""
+    name = next(name for name, framework in list_layout_names().items() if framework == layout.framework)
+    defaults = getattr(Layout, name)().to_dict()
+    changed = {
+        field: value
+        for field, value in layout.to_dict().items()
+        # A ZeRO layout is called by its stage, whatever the default is.
+        if field == "stage" or value != defaults[field]
+    }
+    return f"Layout.{name}({', '.join(f'{field}={value!r}' for field, value in changed.items())})"
 
 
 def _describe_code(code: CodeType) -> tuple[object, ...]:
@@ -109,9 +137,9 @@ def _ask_for_answer(exercise: Exercise, attempts: list[Attempt]) -> str:
     solved = [attempt for attempt in attempts if attempt.correct]
     if solved:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(solved[-1].time))
-        text += f"\nYou solved this one on {when}, with {solved[-1].answer}."
+        text += f"\nYou solved this one on {when}, with {solved[-1].shown_answer}."
     elif attempts:
-        text += f"\nYou tried {attempts[-1].answer} before; it was not right yet."
+        text += f"\nYou tried {attempts[-1].shown_answer} before; it was not right yet."
     return text
 
 

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from shardscope.catalog import models
 from shardscope.core.cluster import Cluster
+from shardscope.core.html_table import render_html_table
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
@@ -22,7 +23,7 @@ from shardscope.planner.memory_needs import fits
 from shardscope.runs.launch.launch import launch
 from shardscope.teach.answers import Condition, Judgement, PlanGoal
 from shardscope.teach.attempts import Attempt, read_attempts, store_attempt
-from shardscope.teach.checking import is_unanswered
+from shardscope.teach.checking import describe_answer, is_unanswered
 from shardscope.teach.feedback import Feedback
 from shardscope.training.tasks.pretrain import Pretrain
 
@@ -89,7 +90,7 @@ class Puzzle:
             if judgement.correct and tier != "prediction":
                 checked = self._rehearse(plan) if tier == "rehearsal" else self._run(plan)
                 judgement = Judgement(checked.correct, f"{judgement.text}\n{checked.text}", checked.valid)
-            text = plan.layout.description
+            text = describe_answer(plan)
             speed = plan.step().tokens_per_second_per_gpu
         except Exception as error:
             if judgement.correct or not judgement.text:
@@ -237,7 +238,7 @@ _PUZZLES = (
     Puzzle(
         name="70b-without-nvlink",
         level=2,
-        title="the same on 2 x 8 H100 PCIe, without NVLink",
+        title="Llama 3.1 70B on 2 x 8 H100 PCIe, which have no NVLink, 4,096 tokens",
         start=_start(
             "llama-3.1-70b", "2x8xh100-pcie-80gb", seq_len=4096, global_batch_size=64, recompute="full"
         ),
@@ -303,7 +304,7 @@ _PUZZLES = (
         max_gb=80,
         min_tokens=85,
         hints=(
-            "Meta used cp 16 for this length (Llama Team 2024, table 4).",
+            "Meta used cp 16 for this length (Grattafiori et al. 2024, table 4).",
             "tp 4, cp 16 and a long interleaved pipeline, with full recomputation.",
         ),
     ),
@@ -324,5 +325,23 @@ _PUZZLES = (
     ),
 )
 
-puzzles: dict[str, Puzzle] = {puzzle.name: puzzle for puzzle in _PUZZLES}
+
+class Puzzles(dict[str, Puzzle]):
+    """Puzzles by name, displayed as a table at the end of a notebook cell."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.values()))
+
+    def _repr_html_(self) -> str:
+        head = ("puzzle", "level", "task", "under, GB", "at least, tokens/s per GPU", "you may change")
+        rows = [
+            (one.name, one.level, one.title, one.max_gb, one.min_tokens, ", ".join(one.may_change))
+            for one in self.values()
+        ]
+        return render_html_table(head, rows, "Layout puzzles")
+
+
+puzzles = Puzzles({puzzle.name: puzzle for puzzle in _PUZZLES})
 """The puzzles by name, in the order of their levels."""

@@ -22,6 +22,7 @@ from html import escape
 from pathlib import Path
 
 from shardscope.core.number_format import format_gib
+from shardscope.frameworks.registry import frameworks
 from shardscope.machine.host import count_cores
 from shardscope.machine.processes import explain_missing_linux
 from shardscope.records.folder import FINAL
@@ -37,8 +38,6 @@ MIN_DISK_BYTES = 2 * 2**30
 MIN_SHARED_BYTES = 64 * 2**20
 """Docker's default of /dev/shm, through which data loaders and torch's shared tensors go."""
 RUN_SECONDS = 300.0
-
-CLONE_FIX = 'make env, in the clone; or pip install "shardscope[train,lab]"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +165,7 @@ def _check_packages() -> Iterator[Check]:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            wrong.append(Check(name=name, ok=False, found="not installed", fix=CLONE_FIX))
+            wrong.append(Check(name=name, ok=False, found="not installed", fix=_describe_installation()))
             continue
         names.append(name)
         if not is_new_enough(found):
@@ -180,15 +179,27 @@ def _check_packages() -> Iterator[Check]:
         yield Check(name="packages", ok=True, found=found)
 
 
+def _list_extras() -> list[str]:
+    """Return the extras that the course needs: notebooks 03 to 08 train with every framework."""
+    provided = importlib.metadata.metadata("shardscope").get_all("Provides-Extra") or ()
+    return ["train", *(name for name in frameworks if name in provided), "lab"]
+
+
+def _describe_installation() -> str:
+    return f'make env, in the clone; or pip install "shardscope[{",".join(_list_extras())}]"'
+
+
 def _list_requirements() -> list[tuple[str, str, Callable[[str], bool]]]:
-    """Return name, wanted versions, and a test of a version, of each package of the course's two extras."""
+    """Return name, wanted versions, and a test of a version, of each package of the course's extras."""
     from packaging.requirements import Requirement
 
     listed = {}
     for text in importlib.metadata.requires("shardscope") or ():
         requirement = Requirement(text)
         marker = requirement.marker
-        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", "train", "lab")):
+        if requirement.name == "shardscope":  # An extra that contains another one.
+            continue
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *_list_extras())):
             listed[requirement.name] = requirement.specifier
     return [
         (name, str(wanted), partial(wanted.contains, prereleases=True))
@@ -310,7 +321,7 @@ def execute_notebook(notebook: Path) -> bool:
     done = subprocess.run([*command, str(notebook)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["nbconvert printed no message"])[-1]
-        check = Check(name="a notebook's kernel", ok=False, found=last, fix=CLONE_FIX)
+        check = Check(name="a notebook's kernel", ok=False, found=last, fix=_describe_installation())
         print(CheckTable((*check_machine(notebook.parent).checks, check)))
         return False
     all_ok = True

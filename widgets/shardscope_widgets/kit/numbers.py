@@ -27,7 +27,11 @@ def format_three_digits(value: float) -> str:
     for least, digits in ((99.95, 0), (9.995, 1), (0.995, 2)):
         if value >= least:
             return f"{value:,.{digits}f}"
-    return f"{value:.2g}" if value else "0"
+    if not value:
+        return "0"
+    if 1e-7 < value < 1e-4:  # Python writes 3.9e-05.
+        return f"{value:.{1 - math.floor(math.log10(value))}f}"
+    return f"{value:.2g}"
 
 
 def format_short(value: float) -> str:

@@ -226,14 +226,14 @@ def name_changes(plan: ss.Plan, fit: Fit) -> str:
     differences = find_differences(plan, fit.plan)
     if len(differences) != len(fit.changes):  # The fit is of another plan.
         return fit.text
-    return ", ".join(
-        _name_difference(one) if one.field in _LABELS else text
-        for one, text in zip(differences, fit.changes, strict=True)
-    )
+    return ", ".join(name_difference(one, text) for one, text in zip(differences, fit.changes, strict=True))
 
 
-def _name_difference(difference: Difference) -> str:
-    label = _LABELS[difference.field]
+def name_difference(difference: Difference, otherwise: str = "") -> str:
+    """Return ``micro-batch 1 → 4``; of a field without input ``otherwise``, or the difference's own text."""
+    label = _LABELS.get(difference.field)
+    if label is None:
+        return otherwise or str(difference)
     # "ZeRO stage" keeps its capitals.
     if label.partition(" ")[0][1:].islower():
         label = label[:1].lower() + label[1:]

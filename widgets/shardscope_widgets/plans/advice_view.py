@@ -127,7 +127,9 @@ class AdviceView(View):
         if plan is None:
             raise IgnoredError(act)
         self.plan = plan
-        if self._on_apply is not None:
+        if self._on_apply is None:
+            self.mark(plan)  # Alone in a cell, nothing else would show that the button was pressed.
+        else:
             self._on_apply(plan)
 
     def _plan_of(self, act: str) -> ss.Plan | None:

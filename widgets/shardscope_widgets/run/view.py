@@ -284,6 +284,7 @@ class RunView(View):
     def _add_records(self, run: ss.Run, new: list[dict[str, object]]) -> None:
         """Add new records to the numbers and the charts."""
         self._pace.add(new)
+        self.samples.add_records(new)  # As logged: its steps are numbers of steps before the answer.
         if run.trains_the_plan:
             new = [_count_from_one(record) for record in new]
         for record in new:
@@ -294,7 +295,6 @@ class RunView(View):
                     {name: value for name, value in record.items() if name in last or len(last) < MAX_NAMES}
                 )
         self.num_steps += sum(1 for record in new if record.get("rank") == 0 and "loss" in record)
-        self.samples.add_records(new)
         if self.figure is not None:
             self.figure.add_records(new)
 

@@ -1,4 +1,4 @@
-"""Changes of the Studio's plan as a whole, by a file, the Plans tab, a fit or a trace, each with "Undo"."""
+"""Changes of the Studio's plan by a file, a tab's button, a fit or a trace, each with "Undo"."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import shardscope as ss
 from shardscope.planner.advice.descriptions import name_plan
+from shardscope.planner.differences import find_differences
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.memory.fit_search import Result
-from shardscope_widgets.memory.repairs import describe_no_fit, name_changes
+from shardscope_widgets.memory.repairs import describe_no_fit, name_changes, name_difference
 from shardscope_widgets.studio.head import write_fit_question
 from shardscope_widgets.studio.inputs import StudioInputs
 
@@ -35,6 +36,16 @@ class PlanChanges:
         if plan != before and not self._inputs.is_wrong:
             name = name_plan(plan, before.recipe)
             self._notice.show_message(f"Applied {name}.", {"Undo": lambda: self._undo(plan, before)})
+
+    def apply_suggested(self, before: ss.Plan, plan: ss.Plan) -> None:
+        """Apply ``plan``, a change of ``before`` that the Memory tab or a finding suggests."""
+        self._apply(plan)
+        if plan == before or self._inputs.is_wrong:
+            return
+        # The memory of a node is no part of the cluster's text.
+        changes = [name_difference(one) for one in find_differences(before, plan) if one.before != one.after]
+        message = f"Applied: {', '.join(changes)}." if changes else "Applied the fix."
+        self._notice.show_message(message, {"Undo": lambda: self._undo(plan, before)})
 
     def apply_traced(self, before: ss.Plan, plan: ss.Plan) -> None:
         """Apply the change of a traced run's plan that a sentence of its trace suggests."""

@@ -142,7 +142,7 @@ class Studio(View):
         self.fit_search = FitSearch()
         self.memory = MemoryView(
             on_pin=self._toggle_pin,
-            on_apply=self.apply,
+            on_apply=lambda plan: self._changes.apply_suggested(self.plan, plan),
             on_fit=self._changes.offer_fit,
             fit_search=self.fit_search,
         )
@@ -217,7 +217,10 @@ class Studio(View):
     @cached_property
     def checks(self) -> ChecksView:
         """The Checks tab's view."""
-        view = ChecksView(on_apply=self.apply, on_apply_task=self._apply_task)
+        view = ChecksView(
+            on_apply=lambda plan: self._changes.apply_suggested(self.plan, plan),
+            on_apply_task=self._apply_task,
+        )
         return self._put_on_page("Checks", view, self.script)
 
     @cached_property

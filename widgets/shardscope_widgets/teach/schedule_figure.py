@@ -329,11 +329,11 @@ class _Drawing:
             )
         waiting = doing.pop(DONE["bubble"], [])
         parts = [
-            f"stage {_join(stages)} {'runs' if len(stages) == 1 else 'run'} {text}"
+            f"{_name_stages(stages)} {'runs' if len(stages) == 1 else 'run'} {text}"
             for text, stages in doing.items()
         ]
         if waiting:
-            parts.append(f"stage {_join(waiting)} {'waits' if len(waiting) == 1 else 'wait'}")
+            parts.append(f"{_name_stages(waiting)} {'waits' if len(waiting) == 1 else 'wait'}")
         return f"{format_seconds(now)}: {'; '.join(parts)}."
 
     def _is_numbered(self, block: Block) -> bool:
@@ -360,6 +360,8 @@ def mix_with_white(colour: str, share: float) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
-def _join(numbers: Sequence[int]) -> str:
+def _name_stages(numbers: Sequence[int]) -> str:
+    """Return ``stage 1``, or ``stages 1, 2 and 3``."""
     texts = [str(number) for number in numbers]
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+    joined = " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+    return f"{'stage' if len(texts) == 1 else 'stages'} {joined}"

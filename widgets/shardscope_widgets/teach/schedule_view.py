@@ -86,17 +86,18 @@ def _list_schedules(plan: ss.Plan) -> list[Schedule]:
 
 
 def _write_sentences(shown: PipelineSchedule) -> list[str]:
-    plan, micro_batches = shown.plan, shown.num_micro_batches
+    plan = shown.plan
+    count = f"{shown.num_micro_batches:,} micro-batch{'' if shown.num_micro_batches == 1 else 'es'}"
     if shown.schedule is None:
         return [
-            f"No pipeline (pp = 1): a rank runs all layers, {micro_batches:,} micro-batches one after "
+            f"No pipeline (pp = 1): a rank runs all layers, {count} one after "
             "another, without bubbles and without transfers between stages.",
             f"A step takes {format_seconds(shown.seconds)}.",
         ]
-    name, number = NAMES[shown.schedule], format(micro_batches, ",")
+    name = NAMES[shown.schedule]
     chunks = f" in {shown.num_chunks} chunks each" if shown.num_chunks > 1 else ""
     sentences = [
-        f"{name[0].upper()}{name[1:]} on {shown.num_stages} stages{chunks}, {number} micro-batches: "
+        f"{name[0].upper()}{name[1:]} on {shown.num_stages} stages{chunks}, {count}: "
         f"a step of {format_seconds(shown.seconds)}, of which stage {shown.slowest_stage}, the slowest, "
         f"waits {format_seconds(shown.bubble_seconds)}.",
         _write_formula(shown),
@@ -119,9 +120,13 @@ def _write_formula(shown: PipelineSchedule) -> str:
         if block.kind in ("forward", "backward", "send")
     )
     own = 100 * shown.bubble_seconds / passes
-    here = "" if abs(own - share) < 0.5 else f"; here it is {own:.0f} %, because stages are not equal"
+    # Interleaving needs a micro-batch for each stage: with fewer, stages wait between a micro-batch's chunks.
+    few = vpp > 1 and number < pp
+    condition = "With equal stages" + (f" and at least {pp} micro-batches" if few else "")
+    why = "there are fewer micro-batches than stages" if few else "stages are not equal"
+    here = "" if abs(own - share) < 0.5 else f"; here it is {own:.0f} %, because {why}"
     return (
-        f"Of equal stages, the bubble is {formula} = {values} = {share:.0f} % of a stage's passes "
+        f"{condition}, the bubble is {formula} = {values} = {share:.0f} % of a stage's passes "
         f"(Narayanan et al. 2021, section 2.2){here}."
     )
 

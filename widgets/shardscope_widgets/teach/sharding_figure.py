@@ -25,7 +25,7 @@ MOST_RANKS = 16
 """Rows; of more ranks, the first and the last are shown."""
 LAST_RANKS = 4
 ROW_PIXELS, TOP_PIXELS, BOTTOM_PIXELS, RIGHT_PIXELS = 20, 64, 40, 8
-WHOLE_COLOUR = "rgba(127,127,127,0.14)"
+WHOLE_COLOUR = "rgba(127,127,127,0.24)"
 PHASES = {
     "rest": "Between steps",
     "forward": "Forward of the layer",

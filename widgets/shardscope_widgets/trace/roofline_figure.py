@@ -174,6 +174,8 @@ def build_axes(extent: Extent) -> dict[str, object]:
         "xaxis": {
             **grid,
             "title": {"text": "FLOP per byte of operands and results", "standoff": 4},
+            # In the corner the first labels of both axes would touch.
+            "ticklabelstandoff": 5,
             "range": [extent.low, extent.high],
             **_label_powers(extent.low, extent.high),
         },

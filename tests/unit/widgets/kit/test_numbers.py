@@ -19,7 +19,16 @@ from shardscope_widgets.kit.numbers import (
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(412.4, "412"), (41.24, "41.2"), (4.124, "4.12"), (0.4124, "0.41"), (0, "0")]
+    ("value", "expected"),
+    [
+        (412.4, "412"),
+        (41.24, "41.2"),
+        (4.124, "4.12"),
+        (0.4124, "0.41"),
+        (0.0041, "0.0041"),
+        (3.94e-5, "0.000039"),
+        (0, "0"),
+    ],
 )
 def test_numbers_are_formatted_with_three_digits(value: float, expected: str) -> None:
     assert format_three_digits(value) == expected

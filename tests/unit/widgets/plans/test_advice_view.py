@@ -74,6 +74,13 @@ def test_buttons_apply_the_recommendation_and_each_alternative() -> None:
     assert view.plan is OTHER
 
 
+def test_a_view_alone_in_a_cell_shows_what_was_applied() -> None:
+    view = AdviceView(build_advice())
+    assert "Start with FSDP2" in strip_tags(view.words.value)
+    view.words.press_button("plan")
+    assert view.plan == PLAN and "Keep the current plan: FSDP2" in strip_tags(view.words.value)
+
+
 @pytest.mark.parametrize("act", ["1", "-1", "x", "", "99999999999999999999", "plan"])
 def test_click_on_a_removed_button_is_ignored(act: str) -> None:
     view = AdviceView(build_advice(plan=None), on_apply=lambda _: pytest.fail("applied"))

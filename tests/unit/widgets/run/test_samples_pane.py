@@ -24,7 +24,7 @@ def list_cells(html: str) -> list[str]:
 
 def test_the_view_shows_the_first_the_best_and_the_latest_answers_while_training() -> None:
     run = FakeRun([record(step=0, validation_loss=0.1)])
-    run.task_fields = {"samples": ["Who?"]}
+    run.trains_the_plan, run.task_fields = True, {"samples": ["Who?"]}
     view = RunView(run)  # type: ignore[arg-type]
     assert list_cells(view.samples.html.value) == ["Before training", "Who?", "not generated yet"]
     add(run, 0, "I am <b>not</b> sure", is_complete=False)

@@ -800,3 +800,23 @@ def test_browse_buttons_tell_the_front_end_whether_they_are_open(studio: Studio)
     assert "ss-expanded" in button._dom_classes
     button.click()
     assert "ss-expanded" not in button._dom_classes
+
+
+def test_fixes_of_memory_and_of_checks_can_be_undone(studio: Studio) -> None:
+    before = studio.plan
+    studio.memory.repairs.show_repairs(before, before.memory())
+    chip = studio.memory.repairs.buttons.children[0]
+    chip.click()
+    assert studio.plan != before and "→" in studio.notice.value
+    studio.notice.press_button("Undo")
+    assert studio.plan == before and not studio.notice.value
+    # The memory of a node is part of no input's text.
+    offloaded = replace(before, layout=ss.Layout.fsdp2(offload="cpu"))
+    studio.apply(replace(offloaded, cluster=replace(before.cluster, host_memory_bytes=None)))
+    asked = studio.plan
+    studio.checks.show(studio.findings)
+    name = next(one.name for one in studio.checks.findings if one.question is not None)
+    studio.checks._apply_answer(name, "900")
+    assert studio.plan.cluster.host_memory_bytes == 900 * 2**30
+    studio.notice.press_button("Undo")
+    assert studio.plan == asked

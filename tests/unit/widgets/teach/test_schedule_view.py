@@ -32,7 +32,7 @@ def read_memory(view: ScheduleView, stage: int) -> float:
 def test_every_step_says_what_the_stages_do_and_draws_their_memory() -> None:
     view = ScheduleView(PIPELINE)
     assert view.step == 0 and "stage 0 runs the forward of micro-batch 0" in view.figure.words
-    assert "wait" in view.figure.words
+    assert "; stages 1, 2 and 3 wait." in view.figure.words
     before = read_memory(view, 0)
     view.step = 2
     assert "forward of micro-batch 2" in view.figure.words
@@ -52,6 +52,15 @@ def test_bars_are_the_blocks_of_the_schedule() -> None:
         blocks = [block for block in view.shown.blocks if block.kind == kind]
         assert len(trace.y or ()) == len(blocks)
         assert sum(trace.x or ()) == pytest.approx(sum(block.seconds for block in blocks), rel=1e-4)
+
+
+def test_fewer_micro_batches_than_stages_are_the_reason_of_a_longer_interleaved_bubble() -> None:
+    one = ScheduleView(build_plan(ss.Layout.megatron(pp=4), 2), schedule="interleaved").heading.value
+    assert "4 stages in 2 chunks each, 1 micro-batch:" in one
+    assert "With equal stages and at least 4 micro-batches" in one
+    assert "because there are fewer micro-batches than stages" in one
+    eight = ScheduleView(PIPELINE, schedule="interleaved").heading.value
+    assert "With equal stages, the bubble" in eight and "because stages are not equal" in eight
 
 
 def test_other_schedules_can_be_chosen_and_are_refused_where_they_cannot_run() -> None:

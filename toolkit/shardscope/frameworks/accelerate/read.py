@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import refuse
+from shardscope.core.errors import Value, find_similar, refuse
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
@@ -26,6 +27,7 @@ from shardscope.frameworks.formats.sidecar_files import (
     warn_of_unread_keys,
 )
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.machine.user_folders import expand_home
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -71,9 +73,11 @@ FSDP_KEYS = (
     "offload_params",
     "activation_checkpointing",
     "sharding_strategy",
+    "auto_wrap_policy",
 )
+WRAP_POLICY = "TRANSFORMER_BASED_WRAP"
+"""The policy that shards each decoder layer, as a plan does."""
 OTHER_FSDP: Mapping[str, object] = {
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_transformer_layer_cls_to_wrap": None,
     "fsdp_min_num_params": None,
     "fsdp_backward_prefetch": None,
@@ -103,10 +107,12 @@ OTHER_PARALLEL: Mapping[str, object] = {
 STRATEGIES = {
     "FULL_SHARD": "fsdp_version: 2 with fsdp_reshard_after_forward: true",
     "SHARD_GRAD_OP": "fsdp_version: 2 with fsdp_reshard_after_forward: false",
-    "HYBRID_SHARD": "fsdp_version: 2 with parallelism_config_dp_replicate_size",
     "NO_SHARD": "distributed_type: MULTI_GPU",
+    "HYBRID_SHARD": "fsdp_version: 2 with parallelism_config_dp_replicate_size",
+    "HYBRID_SHARD_ZERO2": "fsdp_version: 2 with parallelism_config_dp_replicate_size and "
+    "fsdp_reshard_after_forward: false",
 }
-"""FSDP1's strategies -> the equivalent options of FSDP2."""
+"""FSDP1's strategies, in the order of their numbers -> the equivalent options of FSDP2."""
 INLINE_DEEPSPEED = {
     "zero_stage": ("stage",),
     "offload_optimizer_device": ("offload_optimizer", "device"),
@@ -143,17 +149,19 @@ def read(
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
     read_sections = READ_SECTIONS.get(str(document.get("distributed_type")), ())
     unread_sections: Mapping[str, object] = {name: {} for name in SECTIONS if name not in read_sections}
-    document.check_keys((), (*TOP_LEVEL, *read_sections), {**OTHER_TOP_LEVEL, **unread_sections})
-    if document.get("distributed_type") is None:
+    # Without it, and without a key that may be a misspelled one, this is another tool's file.
+    if document.get("distributed_type") is None and not find_similar("distributed_type", document.values):
         refuse(
             f"{document.name}, distributed_type", None, ", ".join(DISTRIBUTED_TYPES), "distributed_type: FSDP"
         )
+    _check_old_formats(document)
+    document.check_keys((), (*TOP_LEVEL, *read_sections), {**OTHER_TOP_LEVEL, **unread_sections})
     kind = document.read_choice("distributed_type", among=DISTRIBUTED_TYPES)
     parts = load_plan_parts(file, architecture, cluster, recipe)
     _check_ranks(document, parts)
     # DeepSpeed's options are in a JSON of their own, or a few of them inline.
     if kind == "DEEPSPEED":
-        path = _find_deepspeed_file(document, Path(file).expanduser())
+        path = _find_deepspeed_file(document, expand_home(file))
         if path is not None:
             plan = deepspeed.read_plan(path, architecture, cluster, recipe)
             # At the user's line, as that of the JSON's own keys.
@@ -167,7 +175,7 @@ def read(
     comment_recipe, comment_layout = read_comment_fields(document, read_text(file), layout_class)
     if parts.is_recipe_open:
         parts = replace(parts, recipe=apply_to_recipe(parts.recipe, document, comment_recipe))
-    recipe_fields: FileFields = {"precision": (("mixed_precision",), _read_precision(document, parts.recipe))}
+    recipe_fields: FileFields = {"precision": (("mixed_precision",), _read_precision(document, parts))}
     if kind != "FSDP":
         changed = apply_to_recipe(parts.recipe, document, recipe_fields)
         return build_plan(parts, document, changed, recipe_fields, DdpLayout)
@@ -186,6 +194,17 @@ def read(
     )
 
 
+def _check_old_formats(document: Document) -> None:
+    """Raise ``ValueError`` for SageMaker's files, and for a precision as accelerate wrote it before 0.11."""
+    if document.get("compute_environment") == "AMAZON_SAGEMAKER":
+        allowed = "LOCAL_MACHINE: a file for SageMaker has other keys"
+        document.refuse(("compute_environment",), allowed, Value("LOCAL_MACHINE"))
+    # accelerate still converts it (commands/config/config_args.py, ``process_config``).
+    if document.read_flag("fp16") is not None:
+        fix = "mixed_precision: fp16" if document.read_flag("fp16") else "leave it out"
+        document.refuse(("fp16",), "nothing: mixed_precision has replaced it", fix)
+
+
 def _check_ranks(document: Document, parts: PlanParts) -> None:
     """Raise ``ValueError`` if the file's processes, machines or ``use_cpu`` contradict the cluster."""
     # ClusterConfig's default of num_processes is -1, for a number that the command line gives.
@@ -198,16 +217,24 @@ def _check_ranks(document: Document, parts: PlanParts) -> None:
         if numbers[key] not in (None, -1, number):
             document.refuse((key,), f"{number}, as {cluster} has", f"cluster=..., or {key}: {number}")
     is_cpu = cluster.gpu.vendor == "cpu"
+    # accelerate starts one process then, whatever num_processes is (commands/launch.py, simple_launcher).
+    if document.get("distributed_type") == "NO" and cluster.num_gpus > 1:
+        kind = "MULTI_CPU" if is_cpu else "MULTI_GPU"
+        document.refuse(
+            ("distributed_type",), f"a type with the {cluster.num_gpus} ranks of {cluster}", Value(kind)
+        )
     if use_cpu not in (None, is_cpu):
         document.refuse(("use_cpu",), f"{str(is_cpu).lower()} with {cluster}", str(is_cpu).lower())
 
 
-def _read_precision(document: Document, recipe: Recipe) -> str | None:
+def _read_precision(document: Document, parts: PlanParts) -> str | None:
     """Return the recipe's precision for ``mixed_precision``; None if the recipe's own is the same there."""
     value = document.get("mixed_precision")
     if value is False:
         value = "no"  # YAML reads a bare no as false
-    if value is None or MIXED[recipe.precision] == value:
+    if value is None and parts.is_recipe_open:
+        value = "no"  # accelerate's default (commands/launch.py)
+    if value is None or MIXED[parts.recipe.precision] == value:
         return None
     # MIXED maps several precisions to "no": a file cannot distinguish bf16 weights from fp32 ones.
     names = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8-mixed", "no": "fp32"}
@@ -221,14 +248,8 @@ def _read_fsdp(document: Document, parts: PlanParts) -> tuple[Fsdp2Layout, FileF
     part = "fsdp_config"
     document.check_keys((part,), [f"fsdp_{name}" for name in FSDP_KEYS], OTHER_FSDP)
     document.check_keys(("parallelism_config",), PARALLEL_KEYS.values(), OTHER_PARALLEL)
-    # FSDP1 has a sharding strategy instead of a version; the fix is the option of FSDP2 with the same effect.
-    version = document.read_number(part, "fsdp_version", low=1, high=2)
-    strategy = document.get(part, "fsdp_sharding_strategy")
-    if version != 2 or strategy is not None:
-        replacement = STRATEGIES.get(str(strategy), STRATEGIES["FULL_SHARD"])
-        key = "fsdp_version" if document.get(part, "fsdp_version") is not None else "fsdp_sharding_strategy"
-        allowed = "2: FSDP1 cannot be planned" if key == "fsdp_version" else "nothing: FSDP2 has none"
-        document.refuse((part, key), allowed, replacement)
+    _check_version(document)
+    _check_wrap_policy(document)
     stored = parts.layout if isinstance(parts.layout, Fsdp2Layout) else None
     layout_fields = _read_degrees(document, stored, parts.cluster)
 
@@ -243,6 +264,52 @@ def _read_fsdp(document: Document, parts: PlanParts) -> tuple[Fsdp2Layout, FileF
     offload = "cpu" if document.read_flag(part, "fsdp_offload_params") else None
     layout_fields["offload"] = ((part, "fsdp_offload_params"), offload)
     return stored or Fsdp2Layout(), layout_fields
+
+
+def _check_version(document: Document) -> None:
+    """Raise ``ValueError`` for FSDP1; the fix are the options of FSDP2 with the same effect."""
+    part, strategy_key = "fsdp_config", "fsdp_sharding_strategy"
+    version = document.read_number(part, "fsdp_version", low=1, high=2)
+    strategy = document.get(part, strategy_key)
+    if version == 2:
+        if strategy is not None:
+            replacement = _find_replacement(strategy)
+            document.refuse((part, strategy_key), "nothing: FSDP2 has none, and ignores it", replacement)
+        return
+    # A newer FSDP1 file has the strategy under the key that is a flag of FSDP2.
+    reshard = document.get(part, "fsdp_reshard_after_forward")
+    replacement = _find_replacement(reshard if strategy is None else strategy)
+    if version is None and strategy is not None:
+        document.refuse((part, strategy_key), "nothing: FSDP2 has none", replacement)
+    allowed = "2: FSDP1, which is also what Accelerate takes without it, cannot be planned"
+    document.refuse((part, "fsdp_version"), allowed, replacement)
+
+
+def _find_replacement(strategy: object) -> str:
+    """Return FSDP2's options for a strategy of FSDP1, which has a name and a number from 1."""
+    text, names = str(strategy).upper(), list(STRATEGIES)
+    number = int(text) if text.isdecimal() and len(text) == 1 else 0
+    name = names[number - 1] if 1 <= number <= len(names) else text
+    return STRATEGIES.get(name, STRATEGIES["FULL_SHARD"])
+
+
+def _check_wrap_policy(document: Document) -> None:
+    """Warn if Accelerate would not shard the model layer by layer.
+
+    Its default shards the root alone, so that all parameters are all-gathered at once (accelerate 1.15,
+    utils/fsdp_utils.py, ``fsdp2_prepare_auto_wrap_policy``).
+    """
+    keys = ("fsdp_config", "fsdp_auto_wrap_policy")
+    policy = document.get(*keys)
+    if isinstance(policy, str) and policy.upper() == WRAP_POLICY:
+        return
+    units = "the whole model as one unit" if policy in (None, "NO_WRAP") else "other units"
+    warnings.warn(
+        f"{document.locate(*keys)} is {policy!r}: Accelerate then shards {units}; the plan shards each "
+        f"decoder layer, as {WRAP_POLICY} does.",
+        # The line that calls Plan.from_accelerate.
+        stacklevel=5,
+    )
 
 
 def _read_recomputation(document: Document, recipe: Recipe) -> FileFields:
@@ -287,10 +354,12 @@ def _find_deepspeed_file(document: Document, file: Path) -> Path | None:
             document.refuse(repeated, f"nothing: it belongs in {name}, and accelerate stops", "leave it out")
     if not isinstance(name, str):
         document.refuse(keys, "the path of a JSON file", "'ds_config.json'")
-    path = file.parent / name
-    if not path.is_file():
-        document.refuse(keys, "an existing file, relative to this file's folder", "'ds_config.json'")
-    return path
+    # Accelerate opens it from the current folder, exports start in their own.
+    paths = [path for path in (file.parent / name, expand_home(name)) if path.is_file()]
+    if not paths:
+        allowed = "an existing file, relative to this file's folder or the current one"
+        document.refuse(keys, allowed, "'ds_config.json'")
+    return paths[0]
 
 
 def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
@@ -316,7 +385,7 @@ def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
         num_data_ranks = parts.cluster.num_gpus // (layout.tp * layout.pp)
         global_batch_size = parts.recipe.micro_batch_size * steps * num_data_ranks
     recipe_fields: FileFields = {
-        "precision": (("mixed_precision",), _read_precision(document, parts.recipe)),
+        "precision": (("mixed_precision",), _read_precision(document, parts)),
         "global_batch_size": (steps_keys, global_batch_size),
     }
     return build_plan(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shardscope.core.errors import refuse
 from shardscope.frameworks.accelerate import plugins
+from shardscope.machine.user_folders import expand_home
 from shardscope.training.tasks.lazy_functions import check_was_run, refuse_lazy_function
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Script:
 
 
 def _find_file(source: str | os.PathLike[str]) -> Path:
-    path = Path(source).expanduser().absolute()
+    path = expand_home(source).absolute()
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
         scripts = sorted(path.parent.glob("*.py"))[:1] if path.parent.is_dir() else []

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from shardscope.machine.user_folders import find_cache_folder
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -69,11 +71,10 @@ def find_library_file(name: str) -> Path:
 
 def find_build_folder() -> Path:
     """Return ``~/.cache/shardscope/extensions/<versions and processor>``, or under ``XDG_CACHE_HOME``."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     versions = [f"{name}-{importlib.metadata.version(name)}" for name in ("deepspeed", "torch")]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     # Extensions are compiled for this processor, and machines may share a home directory.
-    return cache / "shardscope" / "extensions" / "_".join((*versions, python, _identify_processor()))
+    return find_cache_folder() / "extensions" / "_".join((*versions, python, _identify_processor()))
 
 
 def _identify_processor() -> str:

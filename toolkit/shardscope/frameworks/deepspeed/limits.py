@@ -15,6 +15,7 @@ from shardscope.families.registry import list_families_with
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE, ZeroLayout, check_not_quantized, get_layout
 from shardscope.frameworks.limits import TRAINED, can_train_here, check_recipe, check_staged, is_missing
 from shardscope.machine.host import multiplies_in_fp16
+from shardscope.machine.user_folders import expand_home
 from shardscope.memory.activations.head import resolve_loss
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _check_nvme() -> None:
     configured = os.environ.get(NVME_VARIABLE)
     if configured is None:
         return
-    folder = Path(configured).expanduser()
+    folder = expand_home(configured)
     if not folder.is_dir() or not _is_writable(folder):
         problem = "cannot be written" if folder.is_dir() else "is no folder"
         refuse(
@@ -248,4 +249,4 @@ def _check_compiler(extension: str, field: str, value: object) -> None:
 def find_nvme_folder(run_folder: Path) -> Path:
     """Return the folder that the ranks of a run swap to."""
     configured = os.environ.get(NVME_VARIABLE)
-    return Path(configured).expanduser() / run_folder.name if configured else run_folder / "nvme"
+    return expand_home(configured) / run_folder.name if configured else run_folder / "nvme"

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_nearest, refuse
+from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_similar, refuse
 from shardscope.core.json_text import check_depth, find_key_lines, parse_json
 from shardscope.core.text_positions import KeyPath, TextPositions
+from shardscope.machine.user_folders import expand_home
 
 if TYPE_CHECKING:
     import yaml  # type: ignore[import-untyped,unused-ignore]
@@ -66,7 +67,7 @@ class Document(TextPositions):
     def check_keys(
         self, keys: KeyPath, planned: Iterable[str], ignored: Mapping[str, object] | Iterable[str]
     ) -> None:
-        """Raise ``ValueError`` for unknown keys under ``keys``, with the nearest known key.
+        """Raise ``ValueError`` for unknown keys under ``keys``, with a similar known key if there is one.
 
         ``planned`` are the keys that become part of a plan, ``ignored`` the format's other keys. The latter
         are listed in :meth:`list_unread_keys`, unless their value is the default given in ``ignored``.
@@ -77,8 +78,10 @@ class Document(TextPositions):
         known = [*planned, *ignored]
         for key, value in self.read_section(*keys).items():
             if key not in known:
-                allowed = f"{find_nearest(key, known)!r} and {len(known) - 1} other keys"
-                refuse(f"{self.locate(*keys, key)}: this key", key, allowed, Value(find_nearest(key, known)))
+                similar = find_similar(key, known)
+                allowed = f"{similar or known[0]!r} and {len(known) - 1} other keys"
+                fix: Fix = Value(similar) if similar else "leave it out"
+                refuse(f"{self.locate(*keys, key)}: this key", key, allowed, fix)
             if key not in planned and not (key in defaults and value == defaults[key]):
                 self._unread.append(f"{'.'.join((*keys, key))} (line {self.lines.get((*keys, key))})")
 
@@ -91,7 +94,7 @@ def read_text(file: str | Path) -> str:
     """Return the text of ``file``. Raises ``ValueError`` unless it is a readable UTF-8 file of up to 1 MB."""
     if not isinstance(file, str | Path) or not str(file) or "\0" in str(file):
         refuse("file", file, "the path of a file", Value("exported/plan.json"))
-    path = Path(file).expanduser()
+    path = expand_home(file)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never ends

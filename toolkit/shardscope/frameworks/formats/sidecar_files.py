@@ -15,6 +15,7 @@ from shardscope.core.serialization import replace_fields
 from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.formats.documents import Document, read_text
 from shardscope.frameworks.formats.exported import PLAN_FILE
+from shardscope.machine.user_folders import expand_home
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -82,7 +83,7 @@ def load_plan_parts(
         if value is not None and not isinstance(value, kind):
             refuse(noun, value, f"{add_article(kind.__name__)} or None", Value(None))
     # An export has plan.json in the same folder. It is read only if the caller leaves something open.
-    plan_file = Path(file).expanduser().parent / PLAN_FILE if file is not None else None
+    plan_file = expand_home(file).parent / PLAN_FILE if file is not None else None
     stored = None
     if plan_file is not None and plan_file.is_file() and None in (architecture, cluster, recipe):
         try:

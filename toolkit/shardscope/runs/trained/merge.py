@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse, warn_user
 from shardscope.machine.python_process import build_module_command
+from shardscope.machine.user_folders import expand_home
 from shardscope.records.folder import EXPORT, MERGED, checked_path
 from shardscope.runs.run import Run
 from shardscope.runs.trained.child_environment import build_child_environment
@@ -60,7 +61,7 @@ def merge_with_progress(
             allowed = f"None: the run trained all weights, and {files.weights} is the whole model"
             refuse("merge.out", str(out), allowed, "out=None")
         return Path(files.weights)
-    target = run.folder / MERGED if out is None else checked_path("merge.out", out).expanduser().absolute()
+    target = run.folder / MERGED if out is None else expand_home(checked_path("merge.out", out)).absolute()
     if out is not None and os.path.lexists(target):
         refuse("merge.out", str(target), "a path where nothing is yet", "another path")
     _check_space(files, target)
@@ -84,7 +85,7 @@ def merge_with_progress(
 def _find_run(run_or_folder: object) -> Run:
     if isinstance(run_or_folder, Run):
         return run_or_folder
-    folder = checked_path("merge run_or_folder", run_or_folder).expanduser().absolute()
+    folder = expand_home(checked_path("merge run_or_folder", run_or_folder)).absolute()
     # The export alone does not say which base it belongs to; the run around it does.
     if folder.name == EXPORT and (folder.parent / "run.json").is_file():
         folder = folder.parent

@@ -26,9 +26,12 @@ def compute_step_ms() -> float:
     return COMPUTE_MS + compute_exposed_ms() + IDLE_MS
 
 
-def compute_utilization() -> float:
-    """Return the model FLOPs utilization of the measured run, in percent (Chowdhery et al. 2022)."""
-    flops = models["llama-3.1-8b"].flops_per_token(MEASURED_SEQ_LEN) * MEASURED_TOKENS
+def compute_utilization(causal: bool = True) -> float:
+    """Return the model FLOPs utilization of the measured run, in percent (Chowdhery et al. 2022).
+
+    ``causal=False`` counts attention to every key, as their formula does.
+    """
+    flops = models["llama-3.1-8b"].flops_per_token(MEASURED_SEQ_LEN, causal=causal) * MEASURED_TOKENS
     return float(100 * flops / gpus["h100-sxm-80gb"].peak_flops["bf16"])
 
 
@@ -114,6 +117,11 @@ EXERCISES = (
                     "is the peak.",
                 ),
                 Mistake(
+                    lambda: compute_utilization(causal=False),
+                    "That counts attention to every key, as the formula 6 N + 12 L H Q T of the PaLM paper "
+                    "does. A causal query sees half of them, and flops_per_token counts these alone.",
+                ),
+                Mistake(
                     compute_utilization_without_attention,
                     "That counts 6 FLOPs for each parameter and token. The scores of attention are missing, "
                     "which grow with the sequence: flops_per_token has them.",
@@ -127,6 +135,7 @@ EXERCISES = (
             "100 x 5762 x flops_per_token / 989.5e12, which is between 25 and 35.",
         ),
         why="51.5e9 FLOPs a token x 5,762 are 297 TFLOP/s, 30 % of 989.5. Recomputed FLOPs do not count, "
-        "and the peak is the dense one (Chowdhery et al. 2022, appendix B).",
+        "and the peak is the dense one (Chowdhery et al. 2022, appendix B). With attention to every key, as "
+        "that paper counts, it would be 34 %: compare MFU only where it is counted alike.",
     ),
 )

@@ -188,7 +188,7 @@ EXERCISES = (
             conditions=(FITS, require_speed(1300)),
         ),
         hints=(
-            "Where links are slow, send less. Which stages send 2 elements a parameter, and not 3?",
+            "Where links are slow, send less. Which stages all-gather no weights in forward and backward?",
             "Try the stages of DeepSpeed: ss.Layout.zero(stage=...).",
             "Stage 1 does not fit, and stage 3 sends too much. Stage 2 waits for its reductions, unless "
             "overlap_comm=True.",

@@ -87,7 +87,8 @@ EXERCISES = (
         expected=Number(
             value=lambda: NF4_BITS / 8 * count_layer_matrices() / GB,
             unit="GB",
-            tolerance=0.005,
+            # 35 is 35.3, rounded.
+            tolerance=0.01,
             mistakes=(
                 Mistake(
                     lambda: count_layer_matrices() / 2 / GB,
@@ -132,8 +133,8 @@ EXERCISES = (
             "recomputation costs speed. Can frozen weights be smaller?",
             'replace(plan, recipe=replace(plan.recipe, method="qlora")) is worth a try.',
         ),
-        why="Full training fits with offload, at about half the speed. LoRA has no state to offload, and "
-        "QLoRA no 16-bit weights: 5.8 GB of weights instead of 16.1, so that activations need no "
-        "recomputation.",
+        why="Full training fits with offload, at less than half of the speed asked for. LoRA has no state to "
+        "offload, and QLoRA no 16-bit weights: 5.8 GB of weights instead of 16.1, so that activations need "
+        "no recomputation.",
     ),
 )

@@ -107,9 +107,9 @@ def find_residual(plan: Plan) -> Residual | None:
     from the same constants as ``plan`` would be now. Raises ``ValueError`` for a damaged stored file.
     """
     from shardscope.timing.calibration.curves import BUSY_LOAD, select_rates
-    from shardscope.timing.calibration.store import build_record_path, find_data_folder, read_record
+    from shardscope.timing.calibration.store import read_stored_record
 
-    record = read_record(build_record_path(plan.cluster.gpu.name, find_data_folder()))
+    record = read_stored_record(plan.cluster.gpu.name)
     if record is None or not record.steps:
         return None
     # A comparable prediction has the same model, framework and constants; sizes and degrees may differ.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 from shardscope.core.errors import Value, refuse
 from shardscope.core.serialization import Serializable
 from shardscope.machine.host import count_cores
+from shardscope.machine.user_folders import expand_home, find_home_folder
 from shardscope.timing.calibration.curves import Calibration
 from shardscope.timing.calibration.finished_runs import MAX_RUNS, MeasuredStep
 from shardscope.timing.calibration.traced import TracedRates, apply_traced_rates
@@ -91,18 +92,25 @@ class MachineRecord(Serializable):
 
 
 def find_data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return ``folder``, or the user's default data folder. Raise ``ValueError`` for an invalid path."""
+    """Return ``folder``, or the user's default data folder.
+
+    Raises ``ValueError`` for an invalid path, and :class:`NotStoredError` for a user without a home folder.
+    """
     if folder is not None:
         text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
         if not isinstance(text, str) or not text or "\0" in text:
             refuse("calibrate.folder", folder, "a folder's path, or None", Value(None))
-        return Path(text).expanduser().absolute()
+        return expand_home(text).absolute()
     if named := os.environ.get(FOLDER_VARIABLE):
-        return Path(named).expanduser().absolute()
+        return expand_home(named).absolute()
     base = os.environ.get("XDG_DATA_HOME", "")
     # The specification: a relative path is invalid, and ignored.
-    home = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "share"
-    return home / "shardscope"
+    if Path(base).is_absolute():
+        return Path(base) / "shardscope"
+    try:
+        return find_home_folder(FOLDER_VARIABLE) / ".local" / "share" / "shardscope"
+    except FileNotFoundError as error:
+        raise NotStoredError(str(error)) from None
 
 
 def build_record_path(gpu: str, folder: Path, machine: str | None = None) -> Path:
@@ -142,7 +150,10 @@ def find_calibration(cluster: Cluster, folder: str | os.PathLike[str] | None = N
     cores. For GPUs, one with as many ranks as GPUs per node is preferred, else the one with the most. Raises
     as :func:`read_record` does.
     """
-    data_folder = find_data_folder(folder)
+    try:
+        data_folder = find_data_folder(folder)
+    except NotStoredError:
+        return None
     record = read_record(build_record_path(cluster.gpu.name, data_folder))
     if cluster.gpu.name == "cpu":
         fitting = [
@@ -156,6 +167,18 @@ def find_calibration(cluster: Cluster, folder: str | os.PathLike[str] | None = N
     )
     same = [one for one in calibrations if one.num_ranks == cluster.gpus_per_node]
     return same[-1] if same else max(calibrations, key=lambda one: one.num_ranks, default=None)
+
+
+def read_stored_record(gpu: str, folder: str | os.PathLike[str] | None = None) -> MachineRecord | None:
+    """Return this machine's record of ``gpu`` in the data folder; None if there is none.
+
+    Raises as :func:`read_record` does.
+    """
+    try:
+        path = build_record_path(gpu, find_data_folder(folder))
+    except NotStoredError:  # No home folder, so nothing was stored.
+        return None
+    return read_record(path)
 
 
 def read_record(path: Path) -> MachineRecord | None:
@@ -228,7 +251,7 @@ def find_traced_rates(cluster: Cluster, folder: str | os.PathLike[str] | None = 
     """
     from shardscope.timing.rates import look_up_rates
 
-    record = read_record(build_record_path(cluster.gpu.name, find_data_folder(folder)))
+    record = read_stored_record(cluster.gpu.name, folder)
     if record is None or record.traced is None:
         return None
     calibration = find_calibration(cluster, folder)
@@ -293,7 +316,10 @@ def _compute_rates(cluster: Cluster, folder: str, *_stamps: object) -> Rates | N
 @lru_cache(maxsize=8)
 def _find_calibration_folder(_named: str | None, _base: str | None) -> str:
     # The arguments are the cache's key: the environment may change within a session.
-    return str(find_data_folder() / "calibration")
+    try:
+        return str(find_data_folder() / "calibration")
+    except NotStoredError:
+        return ""  # Of which there is no file; predictions need none.
 
 
 @lru_cache(maxsize=64)

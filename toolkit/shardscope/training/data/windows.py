@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
+from shardscope.machine.user_folders import find_cache_folder
 from shardscope.training.data.batches import Batches
 from shardscope.training.data.plain_text import check_can_be_read
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER, encode_text
@@ -142,9 +143,10 @@ def read_shipped_tokens() -> TokenIds:
     text = SHIPPED_TEXT.read_bytes()
     # Another version of Shardscope may ship another text or tokenizer, and shares the cache.
     version = hashlib.sha256(text + SHIPPED_TOKENIZER.read_bytes()).hexdigest()[:16]
-    path = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardscope" / "tokens" / version
-    )
+    try:
+        path = find_cache_folder() / "tokens" / version
+    except FileNotFoundError:
+        return encode_text(text.decode("utf-8"))
     with suppress(OSError, ValueError, EOFError):
         cached: TokenIds = numpy.load(path.with_suffix(".npy"), allow_pickle=False)
         if cached.dtype == numpy.int32 and cached.ndim == 1:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 from shardscope.core.errors import FieldError, find_similar, refuse
 from shardscope.core.number_format import join_list
 from shardscope.machine.hub import HubProblem, find_hub_problem
+from shardscope.machine.user_folders import expand_home
 from shardscope.training.examples.file_rows import (
     DELIMITERS,
     JSON_LINES,
@@ -85,7 +86,7 @@ def resolve_source(field: str, source: object) -> object:
     Raises ``ValueError`` naming ``field`` if it is of no readable kind.
     """
     if isinstance(source, str | Path):
-        path = Path(source).expanduser()
+        path = expand_home(source)
         if path.exists():
             # The kernel may change its working directory before the launch.
             path = path.absolute()

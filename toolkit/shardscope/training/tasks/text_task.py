@@ -26,6 +26,7 @@ from shardscope.core.errors import (
 )
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_trained
+from shardscope.machine.user_folders import expand_home
 from shardscope.planner.checks.case import Case
 from shardscope.planner.checks.checkpoints import check_resumed_checkpoint
 from shardscope.records.folder import EXPORT
@@ -82,7 +83,7 @@ def resolve_text(field: str, value: object) -> Path:
     if not isinstance(value, str | Path):
         refuse(field, value, "a path or None", Value(None))
     # Make the path absolute: the kernel may change its working directory before the launch.
-    path = Path(value).expanduser().absolute()
+    path = expand_home(value).absolute()
     if not path.is_file():
         refuse(field, str(value), "an existing text file, or None", Value(None))
     check_is_plain_text(field, path)
@@ -488,7 +489,7 @@ class TextTask(ABC):
         if not isinstance(named, str | Path):
             refuse(field, value, "True, False, or the path of a run or of a checkpoint", Value(True))
         # A path first, then a name in the folder where launch() makes runs.
-        path = Path(named).expanduser().absolute()
+        path = expand_home(named).absolute()
         candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
         folder = next((folder for folder in candidates if find_checkpoint(folder) is not None), None)
         if folder is None:

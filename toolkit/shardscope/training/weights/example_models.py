@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardscope.core.errors import check_choice
+from shardscope.machine.user_folders import find_cache_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ def fetch_example(name: str, report: Report) -> Path:
 
 
 def _find_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardscope" / "models"
+    return find_cache_folder() / "models"
 
 
 def _download_and_convert(model: ExampleModel, temporary: Path, report: Report) -> Path:

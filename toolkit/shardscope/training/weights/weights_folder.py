@@ -20,6 +20,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
 from shardscope.core.json_text import parse_json
 from shardscope.families import hf_config
+from shardscope.machine.user_folders import expand_home
 from shardscope.records.json_files import read_json
 from shardscope.training.weights.safetensors_header import StoredTensor, read_header
 from shardscope.training.weights.stored_names import find_sources, is_unused
@@ -55,7 +56,7 @@ class WeightsFolder:
         allowed = f"a folder with {CONFIG} and {ONE_FILE}, or {INDEX} and its files"
         if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
             refuse(field, value, allowed, "the folder's path")
-        path = Path(value).expanduser().absolute()
+        path = expand_home(value).absolute()
         if not path.is_dir():
             refuse(field, str(value), f"{allowed}: there is no such folder", "the folder's path")
         folder = cls(path.resolve(), field)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardscope.core.errors import find_similar, refuse
 from shardscope.machine.hub import find_hub_problem
+from shardscope.machine.user_folders import expand_home
 from shardscope.training.weights.example_models import EXAMPLES, example_model, print_changes
 from shardscope.training.weights.hub_folder import download, find_in_cache, is_hub_name
 from shardscope.training.weights.weights_folder import CONFIG, ONE_FILE, WeightsFolder
@@ -27,7 +28,7 @@ def resolve_weights(value: object, field: str) -> Path:
     naming ``field`` if there is no such folder and no such model that this machine may read, and
     ``RuntimeError`` if a download fails.
     """
-    if isinstance(value, str) and not Path(value).expanduser().exists():
+    if isinstance(value, str) and not expand_home(value).exists():
         if value in EXAMPLES:
             value = _fetch_example(value, field)
         elif is_hub_name(value):

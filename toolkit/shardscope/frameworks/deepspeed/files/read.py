@@ -368,20 +368,24 @@ def _read_optimizer(document: Document) -> str | None:
 
 def _read_precision(document: Document, recipe: Recipe) -> tuple[KeyPath, str | None]:
     """Return the key and value of the precision; None to keep the recipe's."""
-    is_enabled: dict[str, bool] = {}
-    for section in ("fp16", "bf16"):
-        if document.get(section, "enabled") == "auto":
-            # The Trainer takes it from its own arguments.
-            return (section, "enabled"), None
-        is_enabled[section] = bool(document.read_flag(section, "enabled"))
-    if is_enabled["fp16"] and is_enabled["bf16"]:
+    # None: "auto", which the Trainer replaces by its own argument.
+    enabled: dict[str, bool | None] = {
+        section: None
+        if document.get(section, "enabled") == "auto"
+        else bool(document.read_flag(section, "enabled"))
+        for section in ("fp16", "bf16")
+    }
+    if enabled["fp16"] and enabled["bf16"]:
         document.refuse(("bf16", "enabled"), "false while fp16.enabled is true", "false")
-    if is_enabled["fp16"]:
+    if enabled["fp16"]:
         return ("fp16", "enabled"), "fp16-mixed"
-    if not is_enabled["bf16"]:
-        return ("bf16", "enabled"), "fp32"
-    # "bf16" and "bf16-mixed" have the same configuration: DeepSpeed always keeps fp32 main copies.
-    return ("bf16", "enabled"), None if recipe.precision in ("bf16", "bf16-mixed") else "bf16-mixed"
+    if enabled["bf16"]:
+        # "bf16" and "bf16-mixed" have the same configuration: DeepSpeed always keeps fp32 main copies.
+        return ("bf16", "enabled"), None if recipe.precision in ("bf16", "bf16-mixed") else "bf16-mixed"
+    for section, is_enabled in enabled.items():
+        if is_enabled is None:
+            return (section, "enabled"), None
+    return ("bf16", "enabled"), "fp32"
 
 
 def _read_batch_sizes(

@@ -5,6 +5,7 @@ Names and meanings are those of megatron/training/arguments.py; a test lists all
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,9 @@ def _build_expert_flags(arch: Architecture) -> Flags:
         "num-experts": experts.num_experts,
         "moe-router-topk": experts.num_experts_per_tok,
         "moe-ffn-hidden-size": experts.moe_intermediate_size,
-        "moe-layer-freq": _render_layer_pattern(arch),
+        "moe-layer-freq": render_layer_pattern(
+            arch.is_moe_layer(index) for index in range(arch.num_hidden_layers)
+        ),
         "moe-token-dispatcher-type": "alltoall",
     }
     if experts.shared_expert_intermediate_size:
@@ -113,10 +116,9 @@ def _build_expert_flags(arch: Architecture) -> Flags:
     return flags
 
 
-def _render_layer_pattern(arch: Architecture) -> str:
+def render_layer_pattern(has_experts: Iterable[bool]) -> str:
     """Return the runs of dense layers (0) and layers with experts (1), such as ``([0]*3+[1]*58)``."""
-    kinds = [int(arch.is_moe_layer(index)) for index in range(arch.num_hidden_layers)]
-    runs = [f"[{kind}]*{len(list(run))}" for kind, run in groupby(kinds)]
+    runs = [f"[{int(kind)}]*{len(list(run))}" for kind, run in groupby(has_experts)]
     return f"({'+'.join(runs)})"
 
 

@@ -31,6 +31,7 @@ from shardscope.frameworks.megatron.files.read_architecture import (
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
+from shardscope.machine.user_folders import expand_home
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -66,12 +67,23 @@ SIZES = {
 REFUSED = {
     "optimizer-cpu-offload": "plans have no optimizer state on the host for Megatron",
     "fp4-format": "plans have no training in 4 bits; --fp8-format hybrid trains in 8",
+    "use-megatron-fsdp": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    "use-custom-fsdp": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    "use-torch-fsdp2": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    "pipeline-model-parallel-layout": "plans have the pipeline splits of the other flags",
+    "cpu-offloading-num-layers": "plans have no activations on the host for Megatron",
 }
 """Flags whose effect on memory or time has no formula."""
 CHUNK = "num-layers-per-virtual-pipeline-stage"
 COUNTED_ENDS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 END_SIZES = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 """Numbers of layers of the first and of the last pipeline stage."""
+REPLACED = {
+    "batch-size": "micro-batch-size",
+    "model-parallel-size": "tensor-model-parallel-size",
+    "checkpoint-activations": "recompute-granularity full --recompute-method uniform",
+}
+"""Flags of older versions, at which Megatron-LM stops (megatron/training/arguments.py, ``validate_args``)."""
 READ = (
     CHUNK, *REFUSED, *SHAPE, *DEGREES.values(), *SWITCHES.values(), *TYPES.values(), *SIZES.values(),
     *COUNTED_ENDS, *END_SIZES, "optimizer",
@@ -85,7 +97,8 @@ ALONE = frozenset({
     "qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention",
     "moe-router-pre-softmax", *COUNTED_ENDS, "fp16", "bf16", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "cross-entropy-loss-fusion", "recompute-activations",
-    "use-flash-attn", "optimizer-cpu-offload",
+    "use-flash-attn", "optimizer-cpu-offload", "use-megatron-fsdp", "use-custom-fsdp",
+    "use-torch-fsdp2",
 })  # fmt: skip
 """Flags without a value."""
 MISSPELT = 0.9
@@ -153,7 +166,7 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
         isinstance(arguments, str) and not arguments.lstrip().startswith("--")
     )
     if is_path:
-        file = Path(str(arguments)).expanduser()
+        file = expand_home(str(arguments))
         return _parse_arguments(file.name, _split_lines(file.name, read_text(str(arguments)))), file
     if isinstance(arguments, str):
         arguments = shlex.split(arguments)
@@ -202,8 +215,13 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
             lines[(flag,)] = line
         values[flag] = _parse_value(where, flag, flag_arguments)
         # Megatron-LM has hundreds of flags; an unknown one is an error only if it looks misspelled.
+        if flag in REPLACED:
+            allowed = f"--{REPLACED[flag]}, which has replaced it"
+            refuse(f"{where}, --{flag}: this flag", flag, allowed, f"--{REPLACED[flag]}")
         if flag not in READ:
             near = difflib.get_close_matches(flag, READ, n=1, cutoff=MISSPELT)
+            # Megatron-LM takes no abbreviations (allow_abbrev=False), under which a degree would be 1.
+            near = near or [name for name in READ if name.startswith(f"{flag}-")]
             if near:
                 refuse(f"{where}, --{flag}: this flag", flag, f"--{near[0]} and others", f"--{near[0]}")
             unread.append(f"--{flag}" + (f" (line {line})" if line else ""))
@@ -346,7 +364,8 @@ def _read_expert_tp(etp: int | None, tp: int, stored: MegatronLayout | None) -> 
 
 
 def _read_sequence_parallel(document: Document, tp: int, stored: MegatronLayout | None) -> bool | None:
-    shards = bool(document.get(SWITCHES["sequence_parallel"]))
+    # Megatron-LM turns it off without tensor parallelism (validate_args), as in its example of Llama 3 8B.
+    shards = tp > 1 and bool(document.get(SWITCHES["sequence_parallel"]))
     previous = stored.sequence_parallel if stored is not None else None
     if shards == (tp > 1) and previous in (None, shards):
         return previous

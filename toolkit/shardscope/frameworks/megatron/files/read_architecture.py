@@ -7,7 +7,7 @@ from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.formats.documents import Document
 from shardscope.frameworks.formats.sidecar_files import FileFields, PlanParts, locate_errors
-from shardscope.frameworks.megatron.files.arguments import build_architecture_flags
+from shardscope.frameworks.megatron.files.arguments import build_architecture_flags, render_layer_pattern
 
 SHAPE = (
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "vocab-size"),
@@ -62,6 +62,8 @@ def read_architecture(document: Document, parts: PlanParts, flag_values: FileFie
     shape = build_architecture_flags(parts.architecture)
     for flag in SHAPE:
         value, planned_value = document.get(flag), shape.get(flag, _MISSING)
+        if flag == "moe-layer-freq" and planned_value is not _MISSING:
+            value = _expand_layer_freq(value, parts.architecture)
         if value is None and (planned_value is _MISSING or flag in _OPTIONAL_FLAGS):
             continue
         # An export writes None for a flag without a value, which the document has as True.
@@ -72,6 +74,17 @@ def read_architecture(document: Document, parts: PlanParts, flag_values: FileFie
                 refuse(document.locate(flag), value, f"nothing: {name} has no such part", "leave it out")
             refuse(document.locate(flag), value, f"{expected!r}, as {name} has", f"--{flag} {expected}")
     return parts.architecture
+
+
+def _expand_layer_freq(value: object, architecture: Architecture) -> object:
+    """Return the pattern of layers for ``--moe-layer-freq N``, one with experts in N; other values unchanged.
+
+    The default is 1 (megatron/training/arguments.py, ``moe_freq_type``).
+    """
+    interval = 1 if value is None else value
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        return value
+    return render_layer_pattern(index % interval == 0 for index in range(architecture.num_hidden_layers))
 
 
 _MISSING = object()
@@ -86,23 +99,23 @@ _OPTIONAL_FLAGS = frozenset({
 def _build_llama(document: Document, flag_values: FileFields) -> Architecture:
     """Build a dense decoder with SwiGLU, RMSNorm and rotary positions, without biases, from the flags."""
     fix = 'architecture=ss.models["llama-3.1-8b"]'
-    needed = ("swiglu", "disable-bias-linear")
-    unsupported = [
-        flag
-        for flag in ("num-experts", "multi-latent-attention", "add-qkv-bias", "qk-layernorm")
-        if document.get(flag) is not None
-    ]
-    is_llama = (
-        all(document.get(flag) for flag in needed)
-        and document.get("normalization") == "RMSNorm"
-        and document.get("position-embedding-type") == "rope"
-        and not unsupported
-    )
-    if not is_llama:
-        allowed = (
-            "an Architecture: these flags are not those of a Llama, and there is no plan.json in their folder"
-        )
-        refuse("architecture", None, allowed, fix)
+    # A flag without a value is True in the document.
+    of_llama = {
+        "swiglu": True,
+        "disable-bias-linear": True,
+        "normalization": "RMSNorm",
+        "position-embedding-type": "rope",
+        **dict.fromkeys(("num-experts", "multi-latent-attention", "add-qkv-bias", "qk-layernorm")),
+    }
+    for flag, value in of_llama.items():
+        if document.get(flag) != value:
+            wanted = "" if value is True else f" {value}"
+            has = f"has --{flag}{wanted}" if value else f"is without --{flag}"
+            allowed = (
+                f"an Architecture: flags alone are read as a Llama, which {has}, and there is no plan.json "
+                "in their folder"
+            )
+            refuse("architecture", None, allowed, fix)
     sizes = {field: document.read_number(flag, low=1) for field, flag in SIZES.items()}
     for field in NEEDED:
         if sizes[field] is None:
