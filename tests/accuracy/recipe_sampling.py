@@ -1,4 +1,4 @@
-"""DDP and FSDP2 plans over recipes that :mod:`sampling` draws none of: optimizers, losses, bases in few bits.
+"""DDP and FSDP2 plans over recipes that :mod:`sampling` draws none of: optimizers, losses, quantized bases.
 
 Small in depth and width, so that a plan is rehearsed in seconds. Each plan has at least one of the choices,
 and what a layout refuses together is drawn again. ``python -m tests.accuracy.recipe_sampling --make N``
@@ -25,7 +25,7 @@ from shardscope.core.recipe import Recipe
 from shardscope.frameworks.limits import REHEARSED
 
 SEEDS = {"recipes": 20_261_121, "recipes-held-out": 20_261_122}
-"""Of two samples: the second was drawn once formulas had been mended by the first."""
+"""Of two samples: the second was drawn once formulas had been fixed by the first."""
 FRAMEWORKS = ("ddp", "fsdp2")
 MAX_PARAMETERS = 1_500_000_000
 OPTIMIZERS = ("adamw_foreach", "adamw_8bit", "adafactor", "lion", "muon")

@@ -154,7 +154,7 @@ def _whole_batches(row: Row, kind: Framework, num_gpus: int) -> tuple[Row, list[
 def _with_overlap(
     row: Row, kind: Framework, machines: ss.Cluster, spread: ss.Layout
 ) -> tuple[ss.Layout, list[str]]:
-    """Megatron's flags for collectives beneath arithmetic, as its own scripts for Hopper and later have them.
+    """Megatron's flags for overlapped collectives, as its own scripts for Hopper and later have them.
 
     Megatron-LM's README (its H100 scaling runs) and Megatron-Bridge's CommOverlapConfig: gradients, weights
     and tensor parallelism overlap. Runs on A100 of 2021 and 2022 had none of it.

@@ -2,7 +2,7 @@
 
 :mod:`sampling` draws the families, recipes and layouts that most people train. Here every family of the
 catalogue comes as often as any other, half of the models have a published one's widths, and each choice of a
-recipe takes any value that the layout offers. Plans that no engine runs are drawn too: whoever rehearses
+recipe takes any value that the layout offers. Plans that no engine runs are drawn too: a rehearsal
 passes them over, so that a seed means the same plans whatever engines learn.
 """
 

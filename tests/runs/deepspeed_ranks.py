@@ -1,9 +1,29 @@
-"""One CPU rank of real ZeRO over gloo: what DeepSpeed's own tensors hold, stage by stage."""
+"""One CPU rank of real ZeRO over gloo: its engine, its rows, and what DeepSpeed's tensors hold by stage."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
+
+from single_process import RATE, whole_batch
+
+
+def set_up_engine(ctx: Any, plan: Any, seed: int = 0) -> Any:
+    """Return an engine of ``plan``, which is the context's from now on, with weights of ``seed``."""
+    from shardscope.frameworks.engines import get_engine_class
+    from shardscope.training.model.model import build_model
+
+    ctx.plan = plan
+    engine = ctx.engine = get_engine_class(plan)(ctx)
+    engine.learning_rate, engine.seed = RATE, seed
+    engine.setup(lambda: build_model(plan.architecture))
+    return engine
+
+
+def take_rank_rows(engine: Any, step: int) -> dict[str, Any]:
+    """Return this data rank's rows of a step's batch."""
+    rows = whole_batch(step).items()
+    return {name: tensor.chunk(engine.num_data_ranks)[engine.data_rank] for name, tensor in rows}
 
 
 def held_by_stage(ctx: Any) -> dict[str, Any]:

@@ -12,13 +12,14 @@ torch = needs("torch")
 needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
+from deepspeed_ranks import set_up_engine  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
-from single_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa: E402
+from single_process import NUM_STEPS, ROWS, plain_torch, whole_batch  # noqa: E402
 
 from shardscope import Architecture  # noqa: E402
 from shardscope.core.layer_parts import MixtureOfExperts  # noqa: E402
 from shardscope.frameworks.deepspeed import extensions  # noqa: E402
-from shardscope.frameworks.engines import before_fork, get_engine_class  # noqa: E402
+from shardscope.frameworks.engines import before_fork  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
 SAVED_AFTER = 2
@@ -59,16 +60,6 @@ def make_plan(name: str, num_ranks: int = 2) -> Any:
 
 def take_rank_rows(ctx: StandInContext, step: int) -> dict[str, Any]:
     return {name: rows.chunk(ctx.world_size)[ctx.rank] for name, rows in whole_batch(step).items()}
-
-
-def set_up_engine(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
-    from shardscope.training.model.model import build_model
-
-    ctx.plan = plan
-    engine = ctx.engine = get_engine_class(plan)(ctx)
-    engine.learning_rate, engine.seed = RATE, seed
-    engine.setup(lambda: build_model(plan.architecture))
-    return engine
 
 
 def train_every_plan(ctx: StandInContext) -> dict[str, Any]:

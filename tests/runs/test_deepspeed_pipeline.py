@@ -14,11 +14,12 @@ torch = needs("torch")
 needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
+from deepspeed_ranks import set_up_engine, take_rank_rows  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
-from single_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa: E402
+from single_process import NUM_STEPS, ROWS, plain_torch, whole_batch  # noqa: E402
 
 from shardscope import Architecture, Layout  # noqa: E402
-from shardscope.frameworks.engines import before_fork, get_engine_class  # noqa: E402
+from shardscope.frameworks.engines import before_fork  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.machine.host import multiplies_in_fp16  # noqa: E402
 from shardscope.training.checkpoints.folders import CHECKPOINTS, checkpoint_path, list_checkpoints  # noqa: E402
@@ -49,22 +50,6 @@ OVER_FOUR: dict[str, Any] = {
     "zero-1, tied, over four": {"stage": 1, "tied": True},
     "zero-0 over four": {"stage": 0},
 }
-
-
-def take_rank_rows(engine: Any, step: int) -> dict[str, Any]:
-    return {
-        name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in whole_batch(step).items()
-    }
-
-
-def set_up_engine(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
-    from shardscope.training.model.model import build_model
-
-    ctx.plan = plan
-    engine = ctx.engine = get_engine_class(plan)(ctx)
-    engine.learning_rate, engine.seed = RATE, seed
-    engine.setup(lambda: build_model(plan.architecture))
-    return engine
 
 
 def train_every_plan(ctx: StandInContext) -> dict[str, Any]:

@@ -12,13 +12,14 @@ torch = needs("torch")
 needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
+from deepspeed_ranks import set_up_engine, take_rank_rows  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
-from single_process import NUM_STEPS, RATE, plain_torch, whole_batch  # noqa: E402
+from single_process import NUM_STEPS, plain_torch, whole_batch  # noqa: E402
 from test_tensor_parallel import FAMILY_FIELDS  # noqa: E402
 
 from shardscope import Architecture  # noqa: E402
 from shardscope.frameworks.deepspeed.limits import AUTOTP_TRAINED  # noqa: E402
-from shardscope.frameworks.engines import before_fork, get_engine_class  # noqa: E402
+from shardscope.frameworks.engines import before_fork  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
 SAVED_AFTER = 2
@@ -53,22 +54,6 @@ def make_plan(num_ranks: int = 2, **fields: Any) -> Any:
     layout = {"tp": 2, "stage": 1, **fields.pop("layout", {})}
     rows = {"micro_batch_size": 1, "global_batch_size": 4}
     return tiny_plan("zero", num_ranks, **{**rows, **fields}, layout=layout)
-
-
-def set_up_engine(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
-    from shardscope.training.model.model import build_model
-
-    ctx.plan = plan
-    engine = ctx.engine = get_engine_class(plan)(ctx)
-    engine.learning_rate, engine.seed = RATE, seed
-    engine.setup(lambda: build_model(plan.architecture))
-    return engine
-
-
-def take_rank_rows(engine: Any, step: int) -> dict[str, Any]:
-    return {
-        name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in whole_batch(step).items()
-    }
 
 
 def train_plan(ctx: StandInContext, plan: Any) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ from shardscope.memory.activations.forward import (
 )
 from shardscope.memory.activations.modules.dora import DORA_FAMILIES, compute_dora_vectors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
-from shardscope.memory.activations.modules.saved_tensors import Modules
+from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.training.document_masks import add_document_mask
 from shardscope.training.model.lora import add_adapters
@@ -66,24 +68,40 @@ class Alive(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.made: dict[int, tuple[StorageWeakRef, int, str]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                # A view of a storage keeps the label of what made it; an address is used again.
+                if storage._cdata not in self.made or self.made[storage._cdata][0].expired():
+                    label = f"{function} {tuple(leaf.shape)} {leaf.dtype}"
+                    self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), label)
         return out
 
-    def num_bytes(self, without: set[int]) -> int:
-        return sum(n for key, (weak, n) in self.made.items() if not weak.expired() and key not in without)
+    def count_bytes(self, without: set[int]) -> Counter[str]:
+        """Return the bytes of tensors that still live, by operator, shape and type."""
+        living: Counter[str] = Counter()
+        for key, (weak, num_bytes, label) in self.made.items():
+            if not weak.expired() and key not in without:
+                living[label] += num_bytes
+        return living
 
 
 def kept_bytes(
     arch: Architecture, mode: str, recipe: Recipe, *, input_needs_gradient: bool = False
 ) -> list[int]:
     """Return the bytes that forward leaves, weights excluded: with two sequences, and with three."""
+    kept = record_kept(arch, mode, recipe, input_needs_gradient=input_needs_gradient)
+    return [one.total() for one in kept]
+
+
+def record_kept(
+    arch: Architecture, mode: str, recipe: Recipe, *, input_needs_gradient: bool = False
+) -> list[Counter[str]]:
+    """Return the same by the operator that made each tensor."""
     torch.manual_seed(0)
     model = build_model(arch, recipe.dropout, recipe.attention)
     if mode == "bf16" or (mode == "autocast" and recipe.has_adapters):
@@ -104,7 +122,7 @@ def kept_bytes(
         with alive, casting:
             dtype = torch.float32 if mode == "fp32" else torch.bfloat16
             out = model(**add_document_mask({"input_ids": ids, "labels": ids}, recipe, dtype))
-        results.append(alive.num_bytes(weights))
+        results.append(alive.count_bytes(weights))
         del out
     return results
 
@@ -121,8 +139,28 @@ def one_layer(family: str, mode: str, recipe: Recipe) -> Measured:
     return Measured(per_row / SEQ_LEN, layer[0] - 2 * per_row)
 
 
-def sum_bytes_per_token(tensors: tuple[Any, ...]) -> int:
+def sum_bytes_per_token(tensors: Sequence[SavedTensor]) -> int:
     return sum(tensor.bytes_per_token for tensor in tensors)
+
+
+def assert_saves(family: str, mode: str, recipe: Recipe, listed: Sequence[SavedTensor]) -> Measured:
+    """Assert that a layer's forward leaves as many bytes per token as are ``listed``."""
+    measured = one_layer(family, mode, recipe)
+    same = measured.per_token == sum_bytes_per_token(listed)
+    assert same, describe_difference(family, mode, recipe, listed)
+    return measured
+
+
+def describe_difference(family: str, mode: str, recipe: Recipe, listed: Sequence[SavedTensor]) -> str:
+    """Return what a layer really keeps, and what is listed, tensor by tensor: one of them is missing."""
+    two, three = (record_kept(architecture(family, layers), mode, recipe)[0] for layers in (2, 3))
+    kept = {label: num_bytes / (2 * SEQ_LEN) for label, num_bytes in (three - two).most_common()}
+    lines = [f"bytes per token that a layer of {family} keeps in {mode}: {sum(kept.values()):.0f}"]
+    lines += [f"{num_bytes:9.0f} {label}" for label, num_bytes in kept.items()]
+    lines.append(f"and that memory/activations/modules lists: {sum_bytes_per_token(listed)}")
+    ordered = sorted(listed, key=lambda tensor: -tensor.bytes_per_token)
+    lines += [f"{tensor.bytes_per_token:9} {tensor.operator}, {tensor.cut_by}" for tensor in ordered]
+    return "\n".join(lines)
 
 
 def is_moe(family: str) -> bool:
@@ -149,8 +187,7 @@ def test_every_family_has_a_small_model() -> None:
 def test_a_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = architecture(family, 2)
     predicted = make_modules(arch, mode, FULL)
-    measured = one_layer(family, mode, FULL)
-    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, is_moe(family), predicted))
+    measured = assert_saves(family, mode, FULL, list_saved_tensors(arch, is_moe(family), predicted))
     # Beside the copies that autocast makes of matrices there are a few of vectors and of the router.
     assert abs(measured.constant - compute_weight_casts(arch, is_moe(family), predicted)) <= 20_000
 
@@ -160,8 +197,7 @@ def test_a_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
 def test_a_layer_with_adapters_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = architecture(family, 2)
     predicted = make_modules(arch, mode, LORA)
-    measured = one_layer(family, mode, LORA)
-    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, is_moe(family), predicted))
+    assert_saves(family, mode, LORA, list_saved_tensors(arch, is_moe(family), predicted))
 
 
 @pytest.mark.parametrize(
@@ -174,8 +210,7 @@ def test_a_layer_with_dora_saves_the_listed_tensors(
 ) -> None:
     arch, recipe = architecture(family, 2), replace(LORA, use_dora=True, lora_targets=targets)
     predicted = make_modules(arch, mode, recipe)
-    measured = one_layer(family, mode, recipe)
-    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, False, predicted))
+    measured = assert_saves(family, mode, recipe, list_saved_tensors(arch, False, predicted))
     casts = compute_weight_casts(arch, False, predicted)
     assert measured.constant == casts + compute_dora_vectors(arch, predicted, "none")
 
@@ -220,10 +255,8 @@ def test_selective_recomputation_saves_matmuls_and_attention(family: str, adapte
     recipe = replace(LORA if adapters else FULL, recompute="selective")
     # With DeepSeek's narrower values a CPU rank has no fused attention; a GPU has one all
     # the same, and the list is a GPU's.
-    measured = one_layer(family, "bf16", recipe)
-    assert measured.per_token == sum_bytes_per_token(
-        list_kept_by_selective(arch, is_moe(family), make_modules(arch, "bf16", recipe))
-    )
+    listed = list_kept_by_selective(arch, is_moe(family), make_modules(arch, "bf16", recipe))
+    assert_saves(family, "bf16", recipe, listed)
 
 
 @sample(3)
@@ -283,20 +316,16 @@ def test_a_mask_of_documents_is_no_tensor_of_a_layer(family: str, mode: str, rec
 @pytest.mark.parametrize("family", few(PLAIN, ("llama", "qwen3_moe")))
 def test_eager_attention_saves_the_listed_tensors(family: str, mode: str, recipe: Recipe) -> None:
     arch, recipe = architecture(family, 2), replace(recipe, attention="eager")
-    measured = one_layer(family, mode, recipe)
-    assert measured.per_token == sum_bytes_per_token(
-        list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, recipe))
-    )
+    listed = list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, recipe))
+    assert_saves(family, mode, recipe, listed)
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
 def test_eager_attention_with_selective_recomputation(recipe: Recipe) -> None:
     recipe = replace(recipe, recompute="selective", attention="eager")
     arch = architecture("llama", 2)
-    measured = one_layer("llama", "bf16", recipe)
-    assert measured.per_token == sum_bytes_per_token(
-        list_kept_by_selective(arch, False, make_modules(arch, "bf16", recipe))
-    )
+    listed = list_kept_by_selective(arch, False, make_modules(arch, "bf16", recipe))
+    assert_saves("llama", "bf16", recipe, listed)
 
 
 @sample(3)
@@ -305,10 +334,8 @@ def test_eager_attention_with_selective_recomputation(recipe: Recipe) -> None:
 def test_dropout_saves_its_masks(family: str, mode: str) -> None:
     """A CPU rank then has no fused attention either: scores, their mask and the product of both."""
     arch, recipe = architecture(family, 2), replace(FULL, dropout=0.25)
-    measured = one_layer(family, mode, recipe)
-    assert measured.per_token == sum_bytes_per_token(
-        list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, recipe))
-    )
+    listed = list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, recipe))
+    assert_saves(family, mode, recipe, listed)
 
 
 @sample(3)
@@ -319,10 +346,7 @@ def test_adapters_with_dropout_save_an_input_each(
     family: str, mode: str, targets: tuple[str, ...] | None
 ) -> None:
     arch, recipe = architecture(family, 2), replace(LORA, lora_targets=targets, lora_dropout=0.25)
-    measured = one_layer(family, mode, recipe)
-    assert measured.per_token == sum_bytes_per_token(
-        list_saved_tensors(arch, False, make_modules(arch, mode, recipe))
-    )
+    assert_saves(family, mode, recipe, list_saved_tensors(arch, False, make_modules(arch, mode, recipe)))
 
 
 @sample(3)
@@ -331,10 +355,8 @@ def test_adapters_with_dropout_save_an_input_each(
 def test_offloaded_activations_are_copied_to_the_host_once(family: str, mode: str) -> None:
     """On a CPU the host's memory is the same: as much as without, and not a copy for each use."""
     arch = architecture(family, 2)
-    measured = one_layer(family, mode, replace(FULL, recompute="offload"))
-    assert measured.per_token == sum_bytes_per_token(
-        list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, FULL))
-    )
+    listed = list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, FULL))
+    assert_saves(family, mode, replace(FULL, recompute="offload"), listed)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -391,8 +413,7 @@ def test_a_layer_with_an_nf4_base_saves_the_listed_tensors(
     recipe = Recipe(method="qlora", lora_rank=RANK, lora_targets=targets)
     arch = architecture(family, 2)
     predicted = make_modules(arch, mode, recipe)._replace(quantized=True)
-    measured = one_layer(family, mode, recipe)
-    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, False, predicted))
+    measured = assert_saves(family, mode, recipe, list_saved_tensors(arch, False, predicted))
     assert measured.constant == compute_weight_casts(arch, False, predicted)
 
 
@@ -427,8 +448,7 @@ def test_a_layer_with_an_int8_base_saves_the_listed_tensors(
     )
     arch = architecture(family, 2)
     predicted = make_modules(arch, mode, recipe)._replace(quantized=True, int8_base=True)
-    measured = one_layer(family, mode, recipe)
-    assert measured.per_token == sum_bytes_per_token(list_saved_tensors(arch, False, predicted))
+    measured = assert_saves(family, mode, recipe, list_saved_tensors(arch, False, predicted))
     assert compute_weight_casts(arch, False, predicted) == 0
     # The scales, of which forward makes a view: part of the weights, counted with them.
     assert measured.constant == sum(4 * out for _, (out, _) in arch.layer_linears(0))

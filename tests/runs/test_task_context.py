@@ -1,4 +1,4 @@
-"""Tests of a task's ``RunContext``, without a launch."""
+"""Tests of the ``ctx`` of a task, without a launch."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from tests.requirements import examples, few, needs, sample
 
 from shardscope.catalog import get_config, models
 from shardscope.core.architecture import MODEL_TYPES, Architecture
+from shardscope.families.common import HfConfig
 from shardscope.families.hf_config import FAMILIES
 from shardscope.families.parameter_names import list_parameter_names
 
@@ -124,38 +125,52 @@ def test_parameter_counts_equal_the_published_ones(name: str, published: int) ->
 
 
 LATENT = ("deepseek_v2", "deepseek_v3")
+QWEN_MOE = ("qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = ("mixtral", "gpt_oss", *QWEN_MOE, *LATENT)
 BIASED = (
-    "gemma",
-    "gemma3_text",
-    "gpt_neox",
-    "gpt_oss",
-    "olmo2",
-    "granite",
-    "glm",
-    "glm4",
-    "nemotron",
-    "seed_oss",
+    *("gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "glm", "glm4"),
+    *("qwen3", "qwen3_moe", "deepseek_v3"),
 )
+WITH_MLP_BIAS = ("llama", "granite", "nemotron", "deepseek_v2", "seed_oss")
 WITHOUT_HEAD_DIM = (*LATENT, "gpt_neox", "falcon", "phi")
 """Families that derive the head dimension from hidden_size; phi only with qk_layernorm."""
-FLAGS = {
-    "qkv_bias": ("qwen2_moe",),
-    "use_bias": ("starcoder2",),
-    "qk_layernorm": ("phi",),
-    "use_parallel_residual": ("gpt_neox",),
-    "bias": ("falcon",),
-    "alibi": ("falcon",),
-    "attention_out_bias": ("seed_oss",),
-    "use_sliding_window": ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+FLAG, WIDTH, NUM_EXPERTS = st.booleans(), st.integers(1, 40), st.sampled_from([2, 4, 8])
+KEYS: dict[str, tuple[st.SearchStrategy[Any], tuple[str, ...]]] = {
+    "attention_bias": (FLAG, (*BIASED, *WITH_MLP_BIAS)),
+    "mlp_bias": (FLAG, WITH_MLP_BIAS),
+    "qkv_bias": (FLAG, ("qwen2_moe",)),
+    "use_bias": (FLAG, ("starcoder2",)),
+    "attention_out_bias": (FLAG, ("seed_oss",)),
+    "bias": (FLAG, ("falcon",)),
+    "alibi": (FLAG, ("falcon",)),
+    "qk_layernorm": (FLAG, ("phi",)),
+    "use_parallel_residual": (FLAG, ("gpt_neox",)),
+    "use_sliding_window": (FLAG, ("qwen2", "qwen3", *QWEN_MOE)),
+    "num_experts": (NUM_EXPERTS, QWEN_MOE),
+    "num_local_experts": (NUM_EXPERTS, ("mixtral", "gpt_oss")),
+    "n_routed_experts": (NUM_EXPERTS, LATENT),
+    "num_experts_per_tok": (st.integers(1, 2), WITH_EXPERTS),
+    "moe_intermediate_size": (WIDTH, (*QWEN_MOE, *LATENT)),
+    "shared_expert_intermediate_size": (WIDTH, ("qwen2_moe",)),
+    "n_shared_experts": (st.integers(1, 3), LATENT),
+    "first_k_dense_replace": (st.integers(0, 5), LATENT),
+    "decoder_sparse_step": (st.integers(1, 3), QWEN_MOE),
+    "mlp_only_layers": (st.lists(st.integers(0, 3), unique=True), QWEN_MOE),
+    "n_group": (st.just(1), LATENT),
+    "topk_group": (st.just(1), LATENT),
+    "q_lora_rank": (st.none() | st.integers(1, 30), LATENT),
+    "kv_lora_rank": (st.integers(1, 30), LATENT),
+    "qk_nope_head_dim": (st.integers(1, 20), LATENT),
+    "qk_rope_head_dim": (st.integers(1, 8).map(lambda half: 2 * half), LATENT),
+    "v_head_dim": (st.integers(1, 20), LATENT),
 }
-EXPERTS = {
-    "mixtral": "num_local_experts",
-    "qwen3_moe": "num_experts",
-    "qwen2_moe": "num_experts",
-    "deepseek_v2": "n_routed_experts",
-    "deepseek_v3": "n_routed_experts",
-    "gpt_oss": "num_local_experts",
+"""Keys of config.json besides the sizes of every family: their values, and the families that have them."""
+CHANGES_NO_SHAPE = {
+    *("max_position_embeddings", "sliding_window", "layer_types", "max_window_layers"),
+    *("sliding_window_pattern", "_sliding_window_pattern"),
+    *("use_bidirectional_attention", "add_cross_attention"),
 }
+"""Keys that adapters read, and that no configuration here has: no shape depends on their values."""
 
 
 @st.composite
@@ -200,39 +215,48 @@ def small_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     }
     if family not in WITHOUT_HEAD_DIM and draw(st.booleans()):
         config["head_dim"] = draw(st.integers(1, 16)) * 2
-    if family in ("llama", "qwen3", "qwen3_moe", "gemma2", *LATENT, *BIASED):
-        config["attention_bias"] = draw(st.booleans())
-    if family in ("llama", "granite", "nemotron", "deepseek_v2", "seed_oss"):
-        config["mlp_bias"] = draw(st.booleans())
-    for flag, families in FLAGS.items():
-        if family in families:
-            config[flag] = draw(st.booleans())
     if family == "falcon":
         config |= draw(falcon_heads(heads, kv_heads))
-    if family in EXPERTS:
-        config |= {
-            EXPERTS[family]: draw(st.sampled_from([2, 4, 8])),
-            "num_experts_per_tok": draw(st.integers(1, 2)),
-        }
-    if family in ("qwen3_moe", "qwen2_moe", *LATENT):
-        config["moe_intermediate_size"] = draw(st.integers(1, 40))
-    if family == "qwen2_moe":
-        config["shared_expert_intermediate_size"] = draw(st.integers(1, 40))
-    if family in ("qwen3_moe", "qwen2_moe"):
-        config["decoder_sparse_step"] = draw(st.integers(1, 3))
-        config["mlp_only_layers"] = draw(st.lists(st.integers(0, 3), unique=True))
-    if family in LATENT:
-        config |= {
-            "first_k_dense_replace": draw(st.integers(0, 5)),
-            "n_shared_experts": draw(st.integers(1, 3)),
-        }
-        config |= {
-            "q_lora_rank": draw(st.none() | st.integers(1, 30)),
-            "kv_lora_rank": draw(st.integers(1, 30)),
-        }
-        config |= {"qk_nope_head_dim": draw(st.integers(1, 20)), "v_head_dim": draw(st.integers(1, 20))}
-        config |= {"qk_rope_head_dim": 2 * draw(st.integers(1, 8)), "n_group": 1, "topk_group": 1}
-    return config
+    return config | {key: draw(values) for key, (values, families) in KEYS.items() if family in families}
+
+
+class RecordedKeys(dict[str, object]):
+    """A config.json that records which of its keys are read."""
+
+    def __init__(self, data: dict[str, object]) -> None:
+        super().__init__(data)
+        self.keys_read: set[str] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_read.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> object:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_small_configs_have_every_key_that_the_adapter_reads(family: str) -> None:
+    """Otherwise a wrong name or default of a key would pass the tests below."""
+    keys_read, keys_drawn = set[str](), set[str]()
+
+    @settings(max_examples=20, deadline=None, derandomize=True, database=None)
+    @given(small_configs(family))
+    def read(config: dict[str, object]) -> None:
+        recorded = RecordedKeys(config)
+        FAMILIES[family].read(HfConfig(recorded))
+        keys_read.update(recorded.keys_read)
+        keys_drawn.update(config)
+
+    read()
+    missing = keys_read - keys_drawn - CHANGES_NO_SHAPE
+    missing -= {"head_dim"} if family in WITHOUT_HEAD_DIM else set()
+    assert not missing, f"name {family} in KEYS for {sorted(missing)}, or in CHANGES_NO_SHAPE if it is so"
 
 
 @sample(5)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from shown_text import strip_tags
 from tests.launch_offers import offer_for, read_verdict
 
 import shardscope as ss
@@ -26,10 +27,6 @@ def make_plan(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.
 
 def with_host(plan: ss.Plan, num_bytes: int | None) -> ss.Plan:
     return replace(plan, cluster=replace(plan.cluster, host_memory_bytes=num_bytes))
-
-
-def strip_tags(html: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
 
 
 @pytest.fixture
@@ -210,7 +207,7 @@ def test_paging_is_never_reported_as_faster() -> None:
     plan = make_paged_plan(optimizer="adamw")
     assert not plan.memory().fits
     steps = {step.plan.recipe.optimizer: step for step in find_steps(plan)}
-    mend = steps["paged_adamw"]
-    assert mend.seconds_lost > 0
-    [said] = describe_repairs(plan, [mend])
+    repair = steps["paged_adamw"]
+    assert repair.seconds_lost > 0
+    [said] = describe_repairs(plan, [repair])
     assert said.endswith(", while it pages") and "faster" not in said

@@ -48,7 +48,7 @@ def find_only(plan: ss.Plan, name: str) -> Finding:
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans())
 def test_every_plan_can_be_checked(plan: ss.Plan) -> None:
-    """Never an exception, never a name twice, the worst first; a mended plan no longer has its finding."""
+    """Never an exception, never a name twice, the worst first; a fixed plan no longer has its finding."""
     findings = plan.findings()
     names = [finding.name for finding in findings]
     assert len(set(names)) == len(names)
@@ -344,8 +344,8 @@ def test_reductions_in_half_precision() -> None:
     assert find_only(many, name).severity == "warning"
     assert find_by_name(make_plan(), name) is None, "FSDP2's engine reduces in fp32"
     megatron = make_plan(layout=ss.Layout.megatron(grad_reduce_in_fp32=False))
-    mended = find_only(megatron, name).plan
-    assert mended is not None and find_by_name(mended, name) is None
+    fixed = find_only(megatron, name).plan
+    assert fixed is not None and find_by_name(fixed, name) is None
     assert find_by_name(make_plan(layout=ss.Layout.megatron()), name) is None
     assert find_by_name(make_plan(cluster="h100-sxm-80gb", layout=ss.Layout.zero(stage=0)), name) is None
 
@@ -595,8 +595,8 @@ def test_a_gpu_that_is_nearly_full() -> None:
     eased = make_plan(
         "gpt2", "l4-24gb", ss.Layout.ddp(), seq_len=1024, micro_batch_size=12, global_batch_size=12
     )
-    mended = find_only(eased, name).plan
-    assert mended is not None and mended.memory().fits and not mended.memory().is_tight
+    fixed = find_only(eased, name).plan
+    assert fixed is not None and fixed.memory().fits and not fixed.memory().is_tight
     assert find_by_name(make_plan("gpt2", seq_len=1024), name) is None
     full = make_plan(micro_batch_size=2)
     assert not full.memory().fits and find_by_name(full, name) is None, "what does not fit is said as such"

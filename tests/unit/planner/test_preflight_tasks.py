@@ -291,7 +291,7 @@ def test_a_batch_that_no_text_has_windows_for_gets_shorter_ones(tmp_path: Path) 
 
 
 def test_a_batch_for_a_short_text_leaves_no_stage_without_micro_batches() -> None:
-    """Otherwise each of two findings is mended by what the other is about."""
+    """Otherwise each of two findings is fixed by what the other is about."""
     cluster, recipe = ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(seq_len=32768, recompute="full")
     plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.megatron(pp=4))
     task = ss.Pretrain(num_steps=3)

@@ -55,9 +55,9 @@ def test_a_repair_unpacks_into_its_four_fields() -> None:
     plan = make_plan(micro_batch_size=4, seq_len=8192)
     repairs = plan.repairs()
     assert repairs
-    for change, mended, bytes_won, seconds_lost in repairs:
-        assert change and mended.memory().fits
-        assert bytes_won == plan.memory().peak_bytes - mended.memory().peak_bytes > 0
+    for change, repaired, bytes_won, seconds_lost in repairs:
+        assert change and repaired.memory().fits
+        assert bytes_won == plan.memory().peak_bytes - repaired.memory().peak_bytes > 0
         assert math.isfinite(seconds_lost)
     lost = [repair.seconds_lost for repair in repairs]
     assert lost == sorted(lost)
@@ -83,18 +83,17 @@ def test_a_repair_unpacks_into_its_four_fields() -> None:
 )
 def test_each_kind_of_change_is_offered_if_it_is_sufficient(plan: ss.Plan, field: str) -> None:
     assert not plan.memory().fits
-    mends = [repair for repair in plan.repairs() if list_changed_fields(plan, repair.plan) == {field}]
-    assert mends, [(repair.change, list_changed_fields(plan, repair.plan)) for repair in plan.repairs()]
-    assert all(repair.plan.memory().fits for repair in mends)
+    repairs = [repair for repair in plan.repairs() if list_changed_fields(plan, repair.plan) == {field}]
+    assert repairs, [(repair.change, list_changed_fields(plan, repair.plan)) for repair in plan.repairs()]
+    assert all(repair.plan.memory().fits for repair in repairs)
 
 
 def test_the_smallest_sufficient_step_is_offered() -> None:
     plan = make_plan(micro_batch_size=8, seq_len=2048)
     assert not plan.memory().fits
-    (mend,) = [r for r in plan.repairs() if list_changed_fields(plan, r.plan) == {"micro_batch_size"}]
-    doubled = replace(
-        mend.plan, recipe=replace(mend.plan.recipe, micro_batch_size=2 * mend.plan.recipe.micro_batch_size)
-    )
+    (repair,) = [r for r in plan.repairs() if list_changed_fields(plan, r.plan) == {"micro_batch_size"}]
+    recipe = repair.plan.recipe
+    doubled = replace(repair.plan, recipe=replace(recipe, micro_batch_size=2 * recipe.micro_batch_size))
     assert not doubled.memory().fits
 
 

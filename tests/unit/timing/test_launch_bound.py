@@ -62,6 +62,13 @@ def test_the_finding_proposes_a_faster_plan_of_the_same_global_batch() -> None:
     assert 0 < finding.number < plan.step().seconds
 
 
+def test_three_micro_batches_are_proposed_as_one() -> None:
+    plan = make_plan("ddp", global_batch_size=24)
+    (finding,) = [one for one in plan.findings() if one.name == "launch-bound"]
+    assert plan.num_micro_batches == 3
+    assert finding.plan is not None and finding.plan.recipe.micro_batch_size == 3
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero-3"])
 def test_the_finding_of_a_plan_that_is_trained_proposes_one_that_is(layout: str) -> None:
     plan = make_plan(layout)

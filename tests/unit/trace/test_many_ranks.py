@@ -16,9 +16,9 @@ from tests.faults import slow_test
 from tests.unit.trace.trace_events import Events, all_reduce, kernel, load_ranks, operator, step
 
 from shardscope.trace import Trace
-from shardscope.trace.analysis import many_ranks
-from shardscope.trace.analysis.many_ranks import MAX_TOGETHER, choose_ranks
-from shardscope.trace.analysis.summary import summarize
+from shardscope.trace.summary import many_ranks
+from shardscope.trace.summary.many_ranks import MAX_TOGETHER, choose_ranks
+from shardscope.trace.summary.summary import summarize
 
 NUM_RANKS = MAX_TOGETHER + 8
 
@@ -105,7 +105,8 @@ def test_names_of_steps_are_kept_once_for_all_ranks(tmp_path: Path) -> None:
 _MEASURE = """
 import resource, sys
 from shardscope.trace import Trace
-from shardscope.trace.analysis import many_ranks, breakdown, kernels
+from shardscope.trace.analysis import breakdown, kernels
+from shardscope.trace.summary import many_ranks
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 trace = Trace.load(sys.argv[1])
 summary = trace.summary()

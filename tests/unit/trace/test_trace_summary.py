@@ -27,7 +27,7 @@ from trace_events import (
 import shardscope as ss
 from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
-from shardscope.trace.analysis.suggestions import suggest_change
+from shardscope.trace.summary.suggestions import suggest_change
 
 
 def load(folder: Path, ranks: dict[int, Events]) -> Trace:

@@ -22,7 +22,7 @@ Kind = Literal["models", "gpus", "links"]
 
 NOT_FIELDS = frozenset({
     "source", "nulls", "price_source", "usable_source", "latency_source", "host_source", "usable_gib",
-    "driver_names", "host_link", "inter_node_link", "gpus_per_node", "host_memory_bytes",
+    "driver_names", "host_link", "inter_node_link", "host_memory_bytes",
 })  # fmt: skip
 """Keys of a TOML entry that are no fields of the object: sources, and defaults of its cluster."""
 

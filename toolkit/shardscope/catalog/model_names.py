@@ -25,6 +25,9 @@ class ModelNames:
     def __init__(self, entries: Mapping[str, Mapping[str, object]]) -> None:
         """Create the lookup of the catalogue's ``entries`` by name; each entry has its ``source``."""
         self._names = dict.fromkeys(entries)
+        # TOML reads [llama-3.1-8b] without quotes as a table "1-8b" inside of "llama-3".
+        unsourced = [name for name, entry in entries.items() if "source" not in entry]
+        assert not unsourced, f"no source in models.toml: {unsourced}; a name with a dot needs quotes there"
         repositories = ((parse_repository(str(entry["source"])), name) for name, entry in entries.items())
         self.repositories = {repository: name for repository, name in repositories if repository}
         """Hub repository, as spelled there -> name in the catalogue."""

@@ -47,7 +47,7 @@ class Finding:
     plan: Plan | None = None
     """The fixed plan; None if the fix changes the task, the script or the machine."""
     task: object = None
-    """The fixed task (``Pretrain(...)`` with another field); None if no field of it changes."""
+    """The fixed task, such as a ``Pretrain`` with another field; None if no field of it changes."""
     question: Question | None = None
     """A question for the user, with the plan that each answer leads to; None if there is none."""
     search: Callable[[], PlanChange | None] | None = field(default=None, repr=False, compare=False)

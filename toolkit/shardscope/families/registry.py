@@ -35,7 +35,7 @@ _LISTING = (
     GLM, GLM4, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, GPT_NEOX, GPT_OSS, QWEN2_MOE, PHI, FALCON, STARCODER2,
     NEMOTRON,
 )  # fmt: skip
-"""Order of the families in error messages: Llama and the most similar ones first."""
+"""Order of the families in error messages, Llama and the most similar ones first; all others follow."""
 
 _LISTED_FIRST: Mapping[Support, tuple[Family, ...]] = {
     "dropout": (GPT2,),
@@ -65,5 +65,5 @@ def get_family(model_type: object) -> Family:
 def list_families_with(support: Support) -> tuple[str, ...]:
     """Return the names of the families that support something, in the order in which messages list them."""
     first = _LISTED_FIRST.get(support, ())
-    ordered = dict.fromkeys((*first, *_LISTING))
+    ordered = dict.fromkeys((*first, *_LISTING, *FAMILIES.values()))
     return tuple(family.model_type for family in ordered if support in family.supports)

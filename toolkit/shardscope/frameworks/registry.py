@@ -1,4 +1,4 @@
-"""Registry of frameworks. To add one, add a package and an entry here."""
+"""Registry of frameworks: their layouts and formulas. ``engines.py`` has their training and exports."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardscope.records.folder import ATTEMPTS, FINAL, RunFolder, list_numbers
-from shardscope.records.json_files import read_json, write_json
+from shardscope.records.json_files import read_json, read_lines, write_json
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.terminal_text import plain_text
 
@@ -56,6 +56,11 @@ def has_begun(folder: RunFolder) -> bool:
 def has_ended(folder: RunFolder) -> bool:
     """Return whether the end of this attempt is recorded."""
     return read_json(folder.attempt_folder(folder.attempt) / ENDED) is not None
+
+
+def has_final_status(folder: RunFolder) -> bool:
+    """Return whether a final status of the run is recorded, after which it has no further attempt."""
+    return any(record.get("status") in FINAL for record in read_lines(folder.status))
 
 
 def read_checkpoint(folder: RunFolder) -> Path | None:

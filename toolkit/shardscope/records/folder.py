@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from shardscope.core.errors import Value, refuse
 from shardscope.machine.os_errors import describe_shortage
+from shardscope.machine.user_folders import expand_home
 from shardscope.records.json_files import append_line, read_json
 
 Status = Literal["queued", "starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
@@ -398,12 +399,12 @@ def _is_number(name: str) -> bool:
 
 
 def checked_path(field: str, value: object) -> Path:
-    """Return ``value`` as a path. Raises ``ValueError`` unless it is text or a ``Path``, without nulls."""
+    """Return ``value`` as a path, ``~`` expanded. Raises ``ValueError`` unless it is text or a ``Path``."""
     # Path("a\0b") is accepted by pathlib and fails only when the file is opened.
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:
         refuse(field, value, "text or a Path, without null bytes", Value("runs"))
-    return Path(text)
+    return expand_home(text)
 
 
 def explain_write_error(path: Path, error: OSError) -> OSError:

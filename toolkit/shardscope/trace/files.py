@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from shardscope.machine.user_folders import expand_home
 from shardscope.records.folder import RunFolder
 from shardscope.records.regular_files import READ_FLAGS
 
@@ -46,7 +47,7 @@ def list_trace_files(source: object) -> list[Path]:
             f"Trace.load got {type(source).__name__}; allowed: a trace file, a folder of ranks, or a Run. "
             "Fix: pass run.folder / 'traces'."
         )
-    path = Path(source)
+    path = expand_home(source)
     if not path.is_dir():
         return [path]
     # A run's folder is accepted in place of its "traces".

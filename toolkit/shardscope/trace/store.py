@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shardscope.trace.analysis.modules import ModuleRow
     from shardscope.trace.analysis.plan_comparison import PlanComparison
     from shardscope.trace.analysis.stragglers import Stragglers
-    from shardscope.trace.analysis.summary import TraceSummary
+    from shardscope.trace.summary.summary import TraceSummary
     from shardscope.trace.table import Table
 
 Int16s = npt.NDArray[np.int16]
@@ -347,8 +347,8 @@ class Trace:
         It is shown as HTML tables in notebooks and as text otherwise. More than 32 ranks are read one after
         the other, in the memory of a few: the tables are of all, the sentences of some.
         """
-        from shardscope.trace.analysis.many_ranks import MAX_TOGETHER, summarize_many  # circular import
-        from shardscope.trace.analysis.summary import summarize
+        from shardscope.trace.summary.many_ranks import MAX_TOGETHER, summarize_many  # circular import
+        from shardscope.trace.summary.summary import summarize
 
         return summarize_many(self) if len(self.ranks) > MAX_TOGETHER else summarize(self)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from shardscope.machine.user_folders import expand_home
+
 if TYPE_CHECKING:
     import torch
 
@@ -266,3 +268,7 @@ class Engine(ABC):
     @abstractmethod
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the next step."""
+
+    def _resolve_in_run(self, path: str | Path) -> Path:
+        """Return ``path``, resolved against the run folder, not the ranks' working folder."""
+        return Path(self.ctx.folder) / expand_home(path)

@@ -67,7 +67,7 @@ def train(
     # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
         done = format_count(first, "step")
-        print(f"nothing is left to train: num_steps is {schedule.num_steps:,}, after {done}", flush=True)
+        _print(f"nothing is left to train: num_steps is {schedule.num_steps:,}, after {done}")
     # Context managers, so that a recording in progress also ends when a step fails.
     with Recorder(ctx, engine.list_layers) as recorder, Snapshot(ctx) as snapshot:
         if memory_snapshot:
@@ -105,20 +105,11 @@ def train(
             if step % log_every == 0 or step == schedule.num_steps - 1:
                 ctx.log(step=step, **collect_step_metrics(engine, result))
             if step in printed_steps:
-                print(
-                    f"step {step + 1:,} of {schedule.num_steps:,}: loss {result.loss:.4g}, "
-                    f"{result.num_tokens / result.seconds:,.0f} tokens/s",
-                    flush=True,
-                )
-            # Raise after the step is logged, so that the run's curves end with the NaN.
-            problem = find_divergence(engine, result)
-            if problem:
-                # Before any save: it would be of weights that are no numbers, and delete older checkpoints.
-                kept = checkpoints.finish()
-                raise RuntimeError(
-                    f"{problem} of step {step + 1:,} is not finite. The run stops here, and nothing is saved "
-                    f"of these weights; {kept}. A lower learning_rate usually helps"
-                )
+                tokens = f"{result.num_tokens / result.seconds:,.0f} tokens/s"
+                _print(f"step {step + 1:,} of {schedule.num_steps:,}: loss {result.loss:.4g}, {tokens}")
+            # After the step is logged, so that the run's curves end with the NaN, and before any save: it
+            # would be of weights that are no numbers, and delete older checkpoints.
+            _stop_if_diverged(engine, result, step, checkpoints)
             recorder.count_step()
             snapshot.count_step()
             if validation is not None and (is_last or validation.is_due(step + 1, schedule.num_steps)):
@@ -126,11 +117,8 @@ def train(
                     checkpoints.begin_save(validation.best_checkpoint)
                 if validation.is_exhausted and not is_last:
                     is_last = True
-                    print(
-                        f"stopped early: {validation.num_without_improvement} validations without a lower "
-                        f"loss than {validation.best_loss:.4g}",
-                        flush=True,
-                    )
+                    number = format_count(validation.num_without_improvement, "validation")
+                    _print(f"stopped early: {number} without a lower loss than {validation.best_loss:.4g}")
             if samples is not None and (is_last or samples.is_due(step + 1, schedule.num_steps)):
                 samples.run(ctx, engine)
             if is_last:
@@ -164,6 +152,21 @@ def find_divergence(engine: Engine, result: StepResult) -> str:
     # Without clipping an engine may compute no norm.
     has_norm = engine.max_grad_norm is not None and not is_scaled
     return "the gradient" if has_norm and not math.isfinite(engine.grad_norm) else ""
+
+
+def _stop_if_diverged(engine: Engine, result: StepResult, step: int, checkpoints: Checkpoints) -> None:
+    """Raise ``RuntimeError`` with the newest checkpoint if loss or gradient of the step is not finite."""
+    problem = find_divergence(engine, result)
+    if problem:
+        raise RuntimeError(
+            f"{problem} of step {step + 1:,} is not finite. The run stops here, and nothing is saved of "
+            f"these weights; {checkpoints.finish()}. A lower learning_rate usually helps"
+        )
+
+
+def _print(text: str) -> None:
+    """Print a line to the rank's log at once: it is read while the run trains."""
+    print(text, flush=True)
 
 
 def _run_step(engine: Engine, batches: Batches, schedule: Schedule, step: int) -> StepResult:
@@ -211,7 +214,7 @@ class Checkpoints:
             return
         self._wait()
         self._wait = None
-        print(f"saved {self._name}", flush=True)
+        _print(f"saved {self._name}")
         if self._keep_last is not None and writes_folder():
             delete_older(self._ctx.folder, self._keep_last, parts=self._ctx.rank != 0)
 
@@ -307,7 +310,7 @@ def poll_commands(ctx: TrainingContext) -> Commands:
                 case "checkpoint":
                     checkpoint = True
                 case "finish":
-                    print("ending the training early, by request", flush=True)
+                    _print("ending the training early, by request")
                     finish = True
                 case "memory_snapshot":
                     memory_snapshot = True
@@ -317,7 +320,7 @@ def poll_commands(ctx: TrainingContext) -> Commands:
                     known = "'checkpoint', 'finish', 'memory_snapshot', 'profile', 'stop'"
                     raise ValueError(f"command is {name!r}; allowed: {known}.")
         except ValueError as error:
-            print(f"ignored a command: {error}", flush=True)
+            _print(f"ignored a command: {error}")
     return Commands(
         stop=stop,
         checkpoint=checkpoint,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from shardscope.frameworks.registry import check_trained
-from shardscope.machine.user_folders import expand_home
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.training import micro_batches
@@ -348,10 +347,6 @@ class MicroBatchEngine(Engine):
             # If the base is on the meta device, peft creates the adapters in fp32.
             cast_parameters(model, dtype)
         return model
-
-    def _resolve_in_run(self, path: str | Path) -> Path:
-        """Return ``path``, resolved against the run folder, not the ranks' working folder."""
-        return Path(self.ctx.folder) / expand_home(path)
 
     def _describe_position(self) -> dict[str, object]:
         """Return the position of the training for a checkpoint."""

@@ -27,6 +27,15 @@ def split_batch(batch: Mapping[str, torch.Tensor], num_micro_batches: int) -> li
     return [{name: parts[index] for name, parts in chunks.items()} for index in range(num_micro_batches)]
 
 
+def check_staged_batch(batch: Mapping[str, torch.Tensor]) -> None:
+    """Raise ``ValueError`` for tensors that pipeline stages do not send to each other."""
+    if set(batch) != {"input_ids", "labels"}:
+        raise ValueError(
+            f"batch has {', '.join(sorted(batch))}; allowed with pp > 1: input_ids and labels. Nearest fix: "
+            "leave the others out, or pp=1."
+        )
+
+
 class LossWeights:
     """Factors of each micro-batch's mean loss before ``backward``.
 

@@ -103,25 +103,7 @@ class RunView(View):
         self._sheet = Sheet("run", measures=True)
         self._sheet.observe(lambda _: self._fit_width(), "width")
         self.head = controls.create_html()
-        # A layout of its own, not a shared one: tasks that read no stop requests hide the button.
-        self.save_button = controls.create_button(
-            "Save and stop",
-            "ss-ghost",
-            tooltip=SAVE_TOOLTIP,
-            layout=widgets.Layout(display="none"),
-        )
-        self.save_button.on_click(lambda _: self._press_run_button("Save and stop"))
-        self.finish_button = controls.create_button(
-            KEEP_BEST,
-            "ss-ghost",
-            tooltip=FINISH_TOOLTIP,
-            layout=widgets.Layout(display="none"),
-            disabled=True,
-        )
-        self.finish_button.on_click(lambda _: self._press_finish())
-        # Disabled until the first refresh has read whether the run is still active.
-        self.stop_button = controls.create_button("Stop", "ss-ghost", tooltip=STOP_TOOLTIP, disabled=True)
-        self.stop_button.on_click(lambda _: self._press_run_button("Stop"))
+        buttons = self._create_buttons()
         self.progress = controls.create_html("", "ss-run-progress")
         self.facts = controls.create_html()
         # Created with the first run: a FigureWidget sends 5 MB of front end, which planning does not need.
@@ -141,11 +123,6 @@ class RunView(View):
         self.logs = RunLog(on_change=self._refresh_log)
         self.logs.add_class("ss-run-log")
         self.table = controls.create_html()
-        # The buttons never shrink: a long plan in the heading is truncated instead.
-        buttons = widgets.HBox(
-            [self.finish_button, self.save_button, self.stop_button],
-            layout=controls.share_layout(flex="0 0 auto"),
-        )
         top = widgets.HBox([self.head, buttons], layout=controls.share_layout())
         top.add_class("ss-run-top")
         # The log comes before parts that appear after some steps, so that it does not move.
@@ -166,6 +143,30 @@ class RunView(View):
             self.show(run)
         else:
             self.head.value = f"<span class='ss-hint'>{NO_RUN}</span>"
+
+    def _create_buttons(self) -> widgets.HBox:
+        """Return the buttons that end the run, which the view shows and enables by its state."""
+        # A layout of its own, not a shared one: tasks that read no stop requests hide the button.
+        self.save_button = controls.create_button(
+            "Save and stop", "ss-ghost", tooltip=SAVE_TOOLTIP, layout=widgets.Layout(display="none")
+        )
+        self.save_button.on_click(lambda _: self._press_run_button("Save and stop"))
+        self.finish_button = controls.create_button(
+            KEEP_BEST,
+            "ss-ghost",
+            tooltip=FINISH_TOOLTIP,
+            layout=widgets.Layout(display="none"),
+            disabled=True,
+        )
+        self.finish_button.on_click(lambda _: self._press_finish())
+        # Disabled until the first refresh has read whether the run is still active.
+        self.stop_button = controls.create_button("Stop", "ss-ghost", tooltip=STOP_TOOLTIP, disabled=True)
+        self.stop_button.on_click(lambda _: self._press_run_button("Stop"))
+        # They never shrink: a long plan in the heading is truncated instead.
+        return widgets.HBox(
+            [self.finish_button, self.save_button, self.stop_button],
+            layout=controls.share_layout(flex="0 0 auto"),
+        )
 
     def show(self, run: ss.Run) -> None:
         """Switch the view to ``run``."""

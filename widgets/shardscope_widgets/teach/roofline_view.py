@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 import shardscope as ss
-from shardscope.core.number_format import Scale
+from shardscope.core.number_format import Scale, join_list
 from shardscope.prediction.roofline import LayerRoofline, change_batch, compute_roofline
 from shardscope.timing.operators import OperatorCost
 from shardscope.timing.report import format_seconds
@@ -253,7 +253,7 @@ def _write_words(shown: LayerRoofline) -> str:
     elif len(bound) == len(shown.operators):
         said = "all of them are bound by memory"
     else:
-        said = f"memory bounds {_join(bound)}"
+        said = f"memory bounds {join_list(bound)}"
     tokens = recipe.micro_batch_size * recipe.seq_len
     return (
         f"Micro-batches of {recipe.micro_batch_size} × {recipe.seq_len:,} = {tokens:,} tokens: {said}. The "
@@ -289,7 +289,3 @@ def _render_row(shown: LayerRoofline, one: OperatorCost, scale: Scale, unit: Uni
     )
     cells = "".join(f"<td>{number}</td>" for number in numbers)
     return f"<tr><th scope='row'>{escape(one.name)}</th>{cells}</tr>"
-
-
-def _join(texts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))

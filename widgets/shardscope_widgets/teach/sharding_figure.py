@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from shardscope.core.number_format import format_count
+from shardscope.core.number_format import format_count, join_list
 from shardscope.prediction.layer_sharding import (
     KINDS,
     Exchange,
@@ -336,7 +336,7 @@ def _say_rest(shown: LayerSharding, phase: ShardingPhase, _: str) -> str:
     buffer = ""
     if any(slices.own_bytes for slices in phase.slices["gradients"]):
         buffer = " The gradients' buffer is never freed."
-    return f"Each rank keeps {_join(kept)}.{buffer}{on_host}"
+    return f"Each rank keeps {join_list(kept)}.{buffer}{on_host}"
 
 
 def _describe_host(shown: LayerSharding) -> str:
@@ -395,10 +395,6 @@ _SENTENCES = {
     "optimizer": _say_optimizer,
     "updated": _say_updated,
 }
-
-
-def _join(texts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
 
 def describe_hidden_ranks(shown: LayerSharding) -> str:

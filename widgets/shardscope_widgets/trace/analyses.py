@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 from shardscope.core.number_format import Scale, format_count
 from shardscope.timing.report import format_seconds
@@ -18,7 +19,7 @@ from shardscope.trace.analysis.collectives import (
     list_step_seconds,
 )
 from shardscope.trace.analysis.critical_path import CriticalPath
-from shardscope.trace.analysis.kernels import find_kernels
+from shardscope.trace.analysis.kernels import KernelRow, find_kernels
 from shardscope.trace.analysis.stragglers import SIGNIFICANCE, format_chance
 from shardscope_widgets.kit.numbers import Unit, format_three_digits
 from shardscope_widgets.trace.analysis_page import (
@@ -133,17 +134,7 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
         for _, group in groups
     ]
     mean_scale = Scale.for_column(means[:MAX_ROWS])
-    has_flops = any(row["tflops"] is not None for row in shown)
-    has_bytes = any(row["bytes_per_second"] is not None for row in shown)
-    has_occupancy = any(row["occupancy"] is not None for row in shown)
-    # The names need the room where all multiprocessors are used. Collectives use few of them on purpose.
-    collective_kinds = {kind for kind, _ in COLLECTIVE_KINDS}
-    has_efficiency = any(
-        row["sm_efficiency"] is not None
-        and row["sm_efficiency"] < FULL_EFFICIENCY
-        and row["kind"] not in collective_kinds
-        for row in shown
-    )
+    measures = _choose_measures(shown)
     headings = [
         Heading("kernel" if on_gpu else "operator"),
         Heading("class", is_text=True),
@@ -154,16 +145,13 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
         ),
         Heading(f"mean, {mean_scale.unit}", "of one call"),
         Heading("share", "share of all kernel time"),
+        *(measure.heading for measure in measures),
     ]
-    headings += [Heading("TFLOP/s")] * has_flops + [Heading("GB/s")] * has_bytes
-    headings += [Heading("occupancy", "achieved occupancy, as CUPTI estimates it")] * has_occupancy
-    headings += [Heading("SMs used", "share of multiprocessors that have a block")] * has_efficiency
     writer = TableWriter()
     rows = []
     for ((name, kind), group), mean in zip(groups, means, strict=True):
         seconds = sum(row["total_seconds"] for row in group)
         longest = max(group, key=lambda row: row["longest_seconds"])
-        weights = [row["total_seconds"] for row in group]
         cells = [
             name,
             _name_kind(kind),
@@ -171,19 +159,8 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
             scale.format(sum(row["total_seconds"] / num_parts[row["rank"]] for row in group)),
             mean_scale.format(mean),
             _format_share(seconds / total if total else 0.0),
+            *(_format_measure(measure, group) for measure in measures),
         ]
-        if has_flops:
-            flops = _compute_mean([row["tflops"] for row in group], weights)
-            cells.append(NONE if flops is None else format_three_digits(flops))
-        if has_bytes:
-            moved = _compute_mean([row["bytes_per_second"] for row in group], weights)
-            cells.append(NONE if moved is None else format_three_digits(moved / 1e9))
-        if has_occupancy:
-            occupancy = _compute_mean([row["occupancy"] for row in group], weights)
-            cells.append(NONE if occupancy is None else _format_share(occupancy))
-        if has_efficiency:
-            efficiency = _compute_mean([row["sm_efficiency"] for row in group], weights)
-            cells.append(NONE if efficiency is None else _format_share(efficiency))
         start = longest["start_seconds"]
         interval = Interval(
             start, start + longest["longest_seconds"], longest["rank"], longest["track"] or None
@@ -203,7 +180,7 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
     elif kernels.tensor_core_share is not None:
         share = _format_share(kernels.tensor_core_share)
         sentences.append(f"{share} of the time of matmuls, convolutions and attention is on tensor cores.")
-    if not has_flops:
+    if not any(measure.key == "tflops" for measure in measures):
         sentences.append(f"Without shapes in the recording there are no TFLOP/s. {describe_option('shapes')}")
     roofline = draw_roofline(trace)
     if roofline is not None:
@@ -214,6 +191,38 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
         intervals=writer.intervals,
         figures=[] if roofline is None else [roofline[0]],
     )
+
+
+class _Measure(NamedTuple):
+    """An optional column of kernels."""
+
+    key: Literal["tflops", "bytes_per_second", "occupancy", "sm_efficiency"]
+    heading: Heading
+    format: Callable[[float], str]
+
+
+def _choose_measures(shown: Sequence[KernelRow]) -> list[_Measure]:
+    """Return the columns of which a kernel that is shown has a value."""
+    # The names need the room where all multiprocessors are used. Collectives use few of them on purpose.
+    collective_kinds = {kind for kind, _ in COLLECTIVE_KINDS}
+    leaves_some_idle = any(
+        row["sm_efficiency"] is not None
+        and row["sm_efficiency"] < FULL_EFFICIENCY
+        and row["kind"] not in collective_kinds
+        for row in shown
+    )
+    return [
+        measure
+        for measure in _MEASURES
+        if any(row[measure.key] is not None for row in shown)
+        and (measure.key != "sm_efficiency" or leaves_some_idle)
+    ]
+
+
+def _format_measure(measure: _Measure, group: Sequence[KernelRow]) -> str:
+    """Return the mean of the kernels of one name, weighted by their time."""
+    mean = _compute_mean([row[measure.key] for row in group], [row["total_seconds"] for row in group])
+    return NONE if mean is None else measure.format(mean)
 
 
 def describe_collectives(trace: Trace) -> AnalysisPage:
@@ -542,3 +551,13 @@ def _format_share(share: float) -> str:
     if 0 < share < 0.0005:
         return "< 0.1 %"
     return f"{100 * share:.0f} %" if share >= 0.095 or not share else f"{100 * share:.1f} %"
+
+
+_MEASURES = (
+    _Measure("tflops", Heading("TFLOP/s"), format_three_digits),
+    _Measure("bytes_per_second", Heading("GB/s"), lambda value: format_three_digits(value / 1e9)),
+    _Measure("occupancy", Heading("occupancy", "achieved occupancy, as CUPTI estimates it"), _format_share),
+    _Measure(
+        "sm_efficiency", Heading("SMs used", "share of multiprocessors that have a block"), _format_share
+    ),
+)

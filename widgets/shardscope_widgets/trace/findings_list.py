@@ -7,7 +7,7 @@ from html import escape
 
 import shardscope as ss
 from shardscope.timing.report import format_seconds
-from shardscope.trace.analysis.summary import Sentence
+from shardscope.trace.summary.summary import Sentence
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.numbers import keep_units
 

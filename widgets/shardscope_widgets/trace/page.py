@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.runs.explain.measured import MeasuredMemory
 from shardscope.runs.profiling_request import find_recording
 from shardscope.trace import Trace
-from shardscope.trace.analysis.summary import Sentence, TraceSummary, describe_recording
+from shardscope.trace.summary.summary import Sentence, TraceSummary, describe_recording
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import LatestRequest, call_in_loop, find_running_loop
 from shardscope_widgets.kit.background_work import Progress, WorkPanel

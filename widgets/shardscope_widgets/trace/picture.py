@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from shardscope.trace.analysis.summary import TraceSummary, describe_recording
+from shardscope.trace.summary.summary import TraceSummary, describe_recording
 from shardscope.trace.tiles import COMMUNICATION, FIRST_HUE, MUTED, NUM_HUES, Tiler
 from shardscope_widgets.kit.theme import COMPONENT_COLOURS
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
 
+from shardscope.records.json_values import is_number
 from shardscope.trace import Trace
 from shardscope.trace.tiles import MAX_WIDTH
 
@@ -91,15 +90,11 @@ def read_request(content: object, trace: Trace, span_ns: int, num_counters: int)
 
 def _read_interval(content: Mapping[str, object], span_ns: int) -> tuple[float, float]:
     t0, t1 = content["t0_ns"], content["t1_ns"]
-    if _is_finite(t0) and _is_finite(t1) and -10 * span_ns <= t0 < t1 <= 11 * span_ns:
+    if is_number(t0) and is_number(t1) and -10 * span_ns <= t0 < t1 <= 11 * span_ns:
         return float(t0), float(t1)
     raise RequestError(
         f"An interval was {str(t0)[:40]} to {str(t1)[:40]} ns; allowed: around 0 to {span_ns:,}."
     )
-
-
-def _is_finite(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _read_whole_number(content: Mapping[str, object], key: str, low: int, high: int) -> int:

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from shardscope.trace import Trace
 from shardscope.trace.analysis.collectives import find_collectives
-from shardscope.trace.analysis.summary import TraceSummary
 from shardscope.trace.counters import COUNTER_COLUMNS, INSTANT_COLUMNS, MarkTiler
 from shardscope.trace.nesting import mark_recursive_calls
 from shardscope.trace.path_marks import PATH_COLUMNS, PathMarks
+from shardscope.trace.summary.summary import TraceSummary
 from shardscope.trace.tiles import Column, Tiler, pack_columns
 from shardscope_widgets.trace.picture import draw_picture
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shown_text import strip_tags
 
 import shardscope as ss
 from shardscope.core.finding import PlanChange, Question
@@ -35,10 +35,6 @@ FINDINGS = [
     build_finding("a-danger", "danger", PLAN),
     build_finding("a-warning", "warning"),
 ]
-
-
-def strip_tags(html: str) -> str:
-    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
 
 
 def show_findings(*findings: Finding, **options: Any) -> ChecksView:

@@ -13,6 +13,8 @@ from math import nan
 from typing import Any
 
 import pytest
+from fake_runs import wait_until
+from shown_text import strip_tags
 from tests.requirements import few
 
 import shardscope as ss
@@ -50,17 +52,6 @@ def read_bars(view: MemoryView) -> dict[str, dict[str, float]]:
             for label, value in zip(trace.y, trace.x, strict=True):
                 bars.setdefault(label, {})[trace.name] = value
     return bars
-
-
-def strip_tags(html: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
-
-
-def wait_until(condition: Any, seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(condition())
 
 
 def build_report_of_tier(plan: ss.Plan, tier: str) -> Any:

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 from fake_runs import wait_until
+from shown_text import strip_tags
 
 import shardscope as ss
 from shardscope.core.number_format import format_gib
 from shardscope.planner.abilities import COLUMNS, compute_abilities
 from shardscope.planner.advice.advice import Advice, Turn
 from shardscope_widgets import AdviceView
-
-
-def strip_tags(html: str) -> str:
-    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
 
 
 def build_plan(layout: ss.Layout | None = None, cluster: str = "8xh100-sxm-80gb", **recipe: Any) -> ss.Plan:

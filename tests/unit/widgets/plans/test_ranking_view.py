@@ -9,14 +9,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from html import escape, unescape
+from functools import partial
+from html import escape
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from fake_runs import wait_until as wait_seconds
 from hypothesis import given
 from hypothesis import strategies as st
+from shown_text import strip_tags
 from tests.requirements import sample, thorough
 
 import shardscope as ss
@@ -39,14 +42,13 @@ from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, describe_layo
 GIB = 2**30
 MODEL, GPUS, RECIPE = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe()
 
+# A search of all frameworks takes seconds.
+wait_until = partial(wait_seconds, seconds=60)
+
 
 @pytest.fixture(scope="module")
 def ranking() -> Any:
     return ss.search(MODEL, GPUS, RECIPE)
-
-
-def strip_tags(html: str) -> str:
-    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
 
 
 def show_all_plans(ranking: Any, **options: Any) -> RankingView:
@@ -58,13 +60,6 @@ def show_all_plans(ranking: Any, **options: Any) -> RankingView:
 def read_row_indices(view: RankingView) -> list[int]:
     """Return the plan index of each table row, from top to bottom."""
     return [int(index) for index in re.findall(r"<tr data-act='apply:(\d+)'", view.table.value)]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(condition())
 
 
 # --------------------------------------------------------------------------------------------- chart

@@ -16,6 +16,7 @@ import pytest
 from fake_runs import FakeRun, wait_until
 from ipywidgets import Button, ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
+from shown_text import strip_tags
 from tests.launch_offers import offer_for, read_verdict
 from tests.requirements import THOROUGH, few, sample, skip_without, thorough
 from traitlets import TraitError
@@ -35,10 +36,6 @@ FIXTURE = Path(__file__).parents[3] / "fixtures" / "trace_2_ranks"
 @pytest.fixture
 def studio() -> Studio:
     return Studio()
-
-
-def strip_tags(html: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
 
 
 def read_bars(view: MemoryView) -> dict[str, tuple[float, ...]]:

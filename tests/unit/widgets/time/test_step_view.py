@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from shown_text import strip_tags
 
 import shardscope as ss
 from shardscope.timing.report import PARTS, format_part
@@ -45,10 +46,6 @@ def remove_price(plan: ss.Plan) -> ss.Plan:
     for name in ("price_per_hour_usd", "price_date", "tdp_watts"):
         fields["cluster"]["gpu"][name] = None
     return ss.Plan.from_dict(fields)
-
-
-def strip_tags(html: str) -> str:
-    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
 
 
 def read_bars(view: StepView) -> dict[str, dict[str, float]]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardscope.timing.report import format_seconds
-from shardscope.trace.analysis.summary import TraceSummary
+from shardscope.trace.summary.summary import TraceSummary
 from shardscope_widgets.kit.background_calls import BackgroundCalls
 from shardscope_widgets.trace import TraceView
 from shardscope_widgets.trace import view as view_module

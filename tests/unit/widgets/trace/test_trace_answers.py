@@ -26,7 +26,7 @@ import shardscope as ss
 from shardscope.records.folder import RunFolder
 from shardscope.timing.calibration.store import store_calibration
 from shardscope.trace import Trace
-from shardscope.trace.analysis.summary import Sentence
+from shardscope.trace.summary.summary import Sentence
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.saved.static_picture import draw_picture
 from shardscope_widgets.run.recording_panel import OPTIONS, TITLE

@@ -77,7 +77,7 @@ def measure_layer_linears(architecture: Architecture, moe: bool, kind: str) -> t
 
 
 def count_quantized(architecture: Architecture) -> int:
-    """Return the number of weights that a quantized base stores in few bits: those of the layers' Linears.
+    """Return the number of weights that a quantized base stores quantized: those of the layers' Linears.
 
     Not those of fused experts, which transformers 5 keeps in one parameter for all experts of a layer.
     """

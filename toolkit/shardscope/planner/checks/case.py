@@ -27,7 +27,7 @@ class Case:
 
     plan: Plan
     task: object = None
-    """The task: a ``Pretrain`` or a function ``f(ctx)``; None if not known yet."""
+    """The task, such as a ``Finetune`` or a function ``f(ctx)``; None if it is not known yet."""
 
     @cached_property
     def memory(self) -> MemoryReport | None:

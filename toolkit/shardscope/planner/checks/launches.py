@@ -83,12 +83,11 @@ def _list_fused_kernels(plan: Plan) -> list[str]:
 def _list_changes(plan: Plan) -> Iterator[Change]:
     """Yield larger micro-batches of the same global batch, kernels that fuse operators, and both."""
     fused = _list_fused_kernels(plan)
-    growth = 1
-    while growth <= _MAX_GROWTH and plan.num_micro_batches % growth == 0:
+    # Every divisor, not only powers of two: three micro-batches can be one.
+    for growth in (factor for factor in range(1, _MAX_GROWTH + 1) if plan.num_micro_batches % factor == 0):
         for kernels in (plan.recipe.kernels, *fused):
             if growth > 1 or kernels != plan.recipe.kernels:
                 yield {"micro_batch_size": growth * plan.recipe.micro_batch_size, "kernels": kernels}, {}
-        growth *= 2
 
 
 def _describe_change(plan: Plan, changed: Plan) -> str:

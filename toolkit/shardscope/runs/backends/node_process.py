@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardscope.machine.python_process import build_module_command
-from shardscope.records.attempts import BEGAN
-from shardscope.records.folder import FINAL, NodeFolder, RunFolder
+from shardscope.records.attempts import BEGAN, has_final_status
+from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.folder_checks import open_part
-from shardscope.records.json_files import read_lines, write_json
+from shardscope.records.json_files import write_json
 from shardscope.runs.backends.end_notice import SLURM_SIGNALS
 from shardscope.runs.backends.next_attempt import begin_attempt, read_restart_attempt
 from shardscope.runs.backends.peers import START_SECONDS
@@ -37,7 +37,7 @@ def run_node(path: str) -> None:
     wait_for_folder(Path(path))
     folder = open_part(path, node, attempt)
     assert isinstance(folder, NodeFolder)
-    if attempt > 1 and has_ended(RunFolder(path)):
+    if attempt > 1 and has_final_status(RunFolder(path)):
         # Slurm has requeued the job while the run ended by itself.
         _leave_queue(folder)
         return
@@ -58,11 +58,6 @@ def run_node(path: str) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_SIGNALS)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     become_supervisor(folder, attempt)
-
-
-def has_ended(folder: RunFolder) -> bool:
-    """Return whether a final status of the run is recorded."""
-    return any(record.get("status") in FINAL for record in read_lines(folder.status))
 
 
 def _leave_queue(folder: NodeFolder) -> None:

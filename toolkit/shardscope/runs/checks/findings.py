@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.runs.run import Run
 
+TASK_CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
+    text.check_text_length,
+    loading.check_data_loading,
+    vocabulary.check_vocabulary,
+)
+"""Checks that read a task's data or tokenizer, for which those of ``planner.checks`` are too low a layer."""
 CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
     data.check_sampler,
     data.check_sampler_over_all_ranks,
@@ -41,8 +48,7 @@ def collect_findings(plan: Plan, task: object = None, runs: Iterable[Run] | None
     if task is not None:
         check_task("findings.task", task)
     case = Case(plan=plan, task=task)
-    findings = [*preflight.run_checks(case), *text.check_text_length(case), *loading.check_data_loading(case)]
-    findings += vocabulary.check_vocabulary(case)
+    findings = [*preflight.run_checks(case), *chain.from_iterable(check(case) for check in TASK_CHECKS)]
     findings += check_profiled(plan, task, earlier)
     # The user's own function or script; built-in tasks have no source to check.
     source = read_source(task)

@@ -26,8 +26,9 @@ from shardscope.machine.processes import (
     wait_for_success,
 )
 from shardscope.machine.python_process import build_module_command
-from shardscope.records.folder import FINAL, RunFolder
-from shardscope.records.json_files import delete_partial_files, read_lines
+from shardscope.records.attempts import has_final_status
+from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import delete_partial_files
 from shardscope.records.redaction import LogCleaner
 from shardscope.records.regular_files import open_to_append
 from shardscope.runs.backends.backend import LaunchError
@@ -135,7 +136,7 @@ def hold_lease(supervisor: subprocess.Popen[bytes], write_end: int | None, folde
         _wait_for_descriptor()
         # If another thread has reaped the supervisor, its exit code is lost: the status decides.
         if ended_normally is None:
-            ended_normally = _has_final_status(folder)
+            ended_normally = has_final_status(folder)
         # Before the supervisor is reaped, its process id cannot be reused, and so neither can its session's.
         if not ended_normally:
             _end_session_of_ended(supervisor.pid)
@@ -183,10 +184,6 @@ def _wait_for_descriptor() -> None:
             return
         except OSError:
             time.sleep(0.2)
-
-
-def _has_final_status(folder: RunFolder) -> bool:
-    return any(record.get("status") in FINAL for record in read_lines(folder.status))
 
 
 def clean_up_killed_run(folder: RunFolder) -> None:

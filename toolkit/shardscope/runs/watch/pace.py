@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
+
+from shardscope.records.json_values import is_int, is_number
 
 RECENT_STEPS = 20
 """Number of latest steps per rank that are used: the speed of a run may change."""
@@ -64,19 +65,19 @@ class Pace:
         """Add new records; malformed ones are skipped."""
         for record in records:
             step, rank, when = record.get("step"), record.get("rank"), record.get("time")
-            if not _is_int(step) or not _is_int(rank) or not _is_finite(when):
+            if not is_int(step) or not is_int(rank) or not is_number(when):
                 continue
             logged = self._logged.setdefault(rank, deque(maxlen=RECENT_STEPS + 1))
             if not logged or step > logged[-1][0]:
                 logged.append((step, float(when)))
             seconds = record.get("step_seconds")
-            if _is_finite(seconds) and seconds > 0:
+            if is_number(seconds) and seconds > 0:
                 steps = self._seconds.setdefault(rank, {})
                 steps[step] = float(seconds)
                 if len(steps) > RECENT_STEPS:
                     del steps[min(steps)]
             for name, rates in self._rates.items():
-                if rank == 0 and _is_finite(rate := record.get(name)):
+                if rank == 0 and is_number(rate := record.get(name)):
                     rates.append(float(rate))
 
     @property
@@ -190,14 +191,6 @@ class Pace:
         # In time as well as in steps: of steps that take milliseconds, some rank always lacks a few.
         is_late = newest - when > max(MIN_BEHIND_SECONDS, max_steps * pace)
         return (rank, newest_step - step) if is_late and newest_step - step >= max_steps else None
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _find_median_without(ordered: Sequence[float], value: float) -> float:

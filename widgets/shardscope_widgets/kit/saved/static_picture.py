@@ -212,41 +212,24 @@ class _Rewriter(HTMLParser):
         self._open.append((tag, end))
 
     def _rewrite_element(self, tag: str, attributes: dict[str, str]) -> tuple[str | None, str]:
-        classes = attributes.get("class", "")
+        """Return what is written for the begin and the end of an element; None leaves it out."""
+        names = set(attributes.get("class", "").split())
         parents = [name for name, _ in self._open]
-        names = set(classes.split())
-        # Collapsed rows that explain a number are left out.
-        is_closed = tag == "tr" and "hidden" in attributes
-        if (
-            tag in DROPPED
-            or is_closed
-            or "ss-off-screen" in names
-            or ("ss-hint" in names and "h2" in parents)
-            or "ss-empty" in names
-            # A chart of boxes that only the style sheet draws; its sentences have the lengths.
-            or "ss-lengths" in names
-        ):
+        if _is_left_out(tag, attributes, names, parents):
             return None, ""
         if tag == "button":
             # The text of a row's or column's button is its name; other buttons are left out.
             return ("", "") if {"td", "th"} & set(parents) else (None, "")
-        in_rows = self._in_legend
-        if tag == "div" and "ss-legend" in classes.split():
+        rewritten = _rewrite_in_legend(tag, attributes, names, parents) if self._in_legend else None
+        if rewritten is not None:
+            return rewritten
+        if tag == "div" and "ss-legend" in names:
             self._in_legend = True
             return f"<table style='{TAG_STYLES['table']}'>", "</table>"
-        if in_rows and tag == "details":
-            return "", ""
-        if in_rows and (tag == "summary" or "ss-titles" in classes.split()):
-            return "<tr>", "</tr>"
-        if in_rows and tag == "p":
-            return None, ""  # The formula of a row, which only a live view can expand.
-        if in_rows and tag in ("i", "em", "span") and parents[-1:] in (["summary"], ["div"]):
-            inline = attributes.get("style", "")
-            if tag == "i":
-                box = f"display:inline-block;width:12px;height:12px;{inline}"
-                return f"<td style='padding:2px 8px 2px 0'><span style='{escape(box)}'>", "</span></td>"
-            side = "right" if tag == "em" else "left"
-            return f"<td style='padding:2px 14px 2px 0;text-align:{side};font-style:normal'>", "</td>"
+        return self._restyle_element(tag, attributes, names)
+
+    def _restyle_element(self, tag: str, attributes: dict[str, str], names: set[str]) -> tuple[str, str]:
+        """Return the element with its style and the attributes that need no style sheet."""
         inline = attributes.get("style", "")
         if tag == "tr":
             self._num_cells = 0
@@ -255,7 +238,7 @@ class _Rewriter(HTMLParser):
             self._num_cells += 1
             side = "left" if self._num_cells == 1 or "ss-text" in names else "right"
             inline = f"text-align:{side};{inline}"
-        style = _join_styles(tag, classes, inline)
+        style = _join_styles(tag, attributes.get("class", ""), inline)
         kept_names = LINE_ATTRIBUTES if tag in ("svg", "path") else KEPT_ATTRIBUTES
         kept_attributes = {name: value for name, value in attributes.items() if name in kept_names}
         if style:
@@ -285,3 +268,34 @@ class _Rewriter(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._silent:
             self._out.append(escape(data, quote=False))
+
+
+def _is_left_out(tag: str, attributes: dict[str, str], names: set[str], parents: list[str]) -> bool:
+    """Return whether an element has nothing for a reader without a kernel."""
+    return (
+        tag in DROPPED
+        # Collapsed rows explain a number.
+        or (tag == "tr" and "hidden" in attributes)
+        or ("ss-hint" in names and "h2" in parents)
+        # ss-lengths: a chart of boxes that only the style sheet draws; its sentences have the lengths.
+        or bool(names & {"ss-off-screen", "ss-empty", "ss-lengths"})
+    )
+
+
+def _rewrite_in_legend(
+    tag: str, attributes: dict[str, str], names: set[str], parents: list[str]
+) -> tuple[str | None, str] | None:
+    """Return a part of a legend as a part of a table; None for parts that stay what they are."""
+    if tag == "details":
+        return "", ""
+    if tag == "summary" or "ss-titles" in names:
+        return "<tr>", "</tr>"
+    if tag == "p":
+        return None, ""  # The formula of a row, which only a live view can expand.
+    if tag not in ("i", "em", "span") or parents[-1:] not in (["summary"], ["div"]):
+        return None
+    if tag == "i":
+        box = f"display:inline-block;width:12px;height:12px;{attributes.get('style', '')}"
+        return f"<td style='padding:2px 8px 2px 0'><span style='{escape(box)}'>", "</span></td>"
+    side = "right" if tag == "em" else "left"
+    return f"<td style='padding:2px 14px 2px 0;text-align:{side};font-style:normal'>", "</td>"

@@ -122,7 +122,8 @@ class PipelinedEngine(DeepSpeedEngine):
     # ---- a step
 
     def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
-        micros = micro_batches.split_batch(_check_batch(batch), self.plan.num_micro_batches)
+        micro_batches.check_staged_batch(batch)
+        micros = micro_batches.split_batch(batch, self.plan.num_micro_batches)
         weights = micro_batches.LossWeights(micros)
         # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
         self._loss_weights = iter([weights[index] for index in range(len(micros))])
@@ -133,7 +134,8 @@ class PipelinedEngine(DeepSpeedEngine):
         return mean
 
     def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
-        micros, weights = micro_batches.split_for_evaluation(_check_batch(batch), self.plan.num_micro_batches)
+        micro_batches.check_staged_batch(batch)
+        micros, weights = micro_batches.split_for_evaluation(batch, self.plan.num_micro_batches)
         self._loss_weights = iter(weights)
         return float(self._module.eval_batch(self._feed(micros)))
 
@@ -261,13 +263,3 @@ def _list_layers(module: torch.nn.Module) -> list[int]:
     """Return the whole model's indices of the decoder layers that have parameters in ``module``."""
     names = (name.partition(".layers.")[2] for name, _ in module.named_parameters())
     return sorted({int(name.partition(".")[0]) for name in names if name})
-
-
-def _check_batch(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return ``batch``. Raises ``ValueError`` for tensors that stages do not send to each other."""
-    if set(batch) != {"input_ids", "labels"}:
-        raise ValueError(
-            f"batch has {', '.join(sorted(batch))}; allowed with pp > 1: input_ids and labels. Nearest fix: "
-            "leave the others out, or pp=1."
-        )
-    return batch

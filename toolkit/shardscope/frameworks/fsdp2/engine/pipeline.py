@@ -146,7 +146,8 @@ class PipelinedEngine(Fsdp2Engine):
     # ---- a step
 
     def _run_step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
-        micros = micro_batches.split_batch(_only_text(batch), self.plan.num_micro_batches)
+        micro_batches.check_staged_batch(batch)
+        micros = micro_batches.split_batch(batch, self.plan.num_micro_batches)
         loss_weights = micro_batches.LossWeights(micros)
         # Compute all weights first: an error in the middle of a schedule would leave other stages hanging.
         weights = [loss_weights[index] for index in range(len(micros))]
@@ -175,7 +176,8 @@ class PipelinedEngine(Fsdp2Engine):
         return loss
 
     def _evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
-        micros, weights = micro_batches.split_for_evaluation(_only_text(batch), self.plan.num_micro_batches)
+        micro_batches.check_staged_batch(batch)
+        micros, weights = micro_batches.split_for_evaluation(batch, self.plan.num_micro_batches)
         losses = _Losses(weights, None, self.ctx.device)
         schedule = self._prepare_schedule(micros[0]["input_ids"].shape, losses, lambda _: nullcontext())
         # Labels of empty micro-batches have changed; the schedule splits the whole batch again.
@@ -417,16 +419,6 @@ class _StagesScaler(torch.amp.GradScaler):
         # step() skips the update if any of these is 1.
         for found_inf in self._found_inf_per_device(optimizer).values():
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._stages_group)
-
-
-def _only_text(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return ``batch``. Raises ``ValueError`` for tensors that stages do not pass on."""
-    if set(batch) != {"input_ids", "labels"}:
-        raise ValueError(
-            f"batch has {', '.join(sorted(batch))}; allowed with pp > 1: input_ids and labels. Nearest fix: "
-            "leave the others out, or pp=1."
-        )
-    return batch
 
 
 # ---- Pipeline stages of a transformers model, for ``torch.distributed.pipelining``

@@ -23,7 +23,6 @@ from shardscope.frameworks.megatron.engine.optimizer_numbers import read_optimiz
 from shardscope.frameworks.megatron.weights.export import export_hf
 from shardscope.frameworks.megatron.weights.load import load_hf, mute_padding
 from shardscope.frameworks.registry import check_trained
-from shardscope.machine.user_folders import expand_home
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.memory_watch import MemoryWatch
 from shardscope.training.accounting.precision import check_precision_of_copies
@@ -264,10 +263,6 @@ class MegatronEngine(Engine):
         """Run megatron-core unchanged on CUDA; on CPU ranks redirect its CUDA calls to the CPU."""
         with cpu_ranks() if self.ctx.device.type == "cpu" else compile_if_possible():
             yield
-
-    def _resolve_in_run(self, path: str | Path) -> Path:
-        """Return ``path``, relative to the run folder unless it is absolute."""
-        return Path(self.ctx.folder) / expand_home(path)
 
     def _grad_buffers(self) -> Iterator[_ParamAndGradBuffer]:
         for chunk in self._chunks:

@@ -1,7 +1,7 @@
 """Launch on Ray: the checks before a run is submitted, and its submission.
 
 Ray is never imported into the kernel, where the user may use it: a process of its own connects to the
-cluster (``ray_submission_process.py``), reports the nodes, and starts the run's coordinator.
+cluster (``submission_process.py``), reports the nodes, and starts the run's coordinator.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.collectives import measure_step
-from shardscope.trace.analysis.summary import (
+from shardscope.trace.summary.summary import (
     NUM_OPERATORS,
     RankTimes,
     Sentence,

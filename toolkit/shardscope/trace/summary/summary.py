@@ -14,13 +14,13 @@ from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.breakdown import BreakdownRow, StepRow
-from shardscope.trace.analysis.causes import Cause, find_causes, format_number_of
 from shardscope.trace.analysis.collectives import measure_step
 from shardscope.trace.analysis.kernels import shorten_name
 from shardscope.trace.analysis.stragglers import find_stragglers
-from shardscope.trace.analysis.suggestions import suggest_change
 from shardscope.trace.nesting import compute_union_ns
 from shardscope.trace.store import Trace
+from shardscope.trace.summary.causes import Cause, find_causes, format_number_of
+from shardscope.trace.summary.suggestions import suggest_change
 from shardscope.trace.table import Table
 from shardscope.trace.tiles import NameTotals, Tiler
 

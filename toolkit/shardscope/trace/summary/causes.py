@@ -21,8 +21,8 @@ from shardscope.trace.analysis.collectives import (
     find_gloo_note,
 )
 from shardscope.trace.analysis.kernels import MATRIX_KINDS, KernelRow, Kernels, find_kernels, shorten_name
-from shardscope.trace.analysis.suggestions import Topic
 from shardscope.trace.store import Trace
+from shardscope.trace.summary.suggestions import Topic
 
 MIN_SHARE = 0.02
 """Minimum share of a step for a sentence of its own."""
