@@ -35,6 +35,8 @@ BEYOND_MENDING = {
     *("checkpoint-tied-to-ranks", "reductions-in-half-precision"),
     *("out-of-gpu-memory", "out-of-host-memory-at-start", "gpu-nearly-full"),
     *("data-loading", "updates-round-away"),
+    # One micro-batch a step cannot grow without a larger global batch.
+    "launch-bound",
 }
 """What of an odd plan no framework, no more nodes and no other model mends: words are left."""
 CLUSTERS = ("rtx-4090-24gb", "8xv100-sxm-32gb", "8xh100-sxm-80gb", "4x8xh100-sxm-80gb")
