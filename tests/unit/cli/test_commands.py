@@ -265,7 +265,11 @@ def test_a_plan_file_after_an_option_of_several_words_is_named(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("out", "message"),
-    [("", "--out is ''; allowed: the path of a file"), ("no/plan.json", "Nearest fix: mkdir -p no.")],
+    [
+        ("", "--out is ''; allowed: the path of a file"),
+        ("no/plan.json", "Nearest fix: mkdir -p no."),
+        ("~nobody-here/plan.json", "that user has no home folder. Nearest fix: --out plan.json."),
+    ],
 )
 def test_an_out_file_that_cannot_be_written_is_named_first(out: str, message: str, tmp_path: Path) -> None:
     for command in ("plan", "search"):
@@ -295,6 +299,25 @@ def test_an_out_file_is_replaced_at_once_and_kept_on_a_full_disk(
     assert main([*plan, str(tmp_path / "link.json"), "--recipe", "seq_len=64"]) == 0
     assert (tmp_path / "link.json").is_symlink() and json.loads(out.read_text())["recipe"]["seq_len"] == 64
     assert main([*plan, "/dev/null"]) == 0 and not Path("/dev/null").is_file()
+
+
+def test_an_out_file_keeps_its_mode_its_names_and_its_owner(tmp_path: Path) -> None:
+    plan = ["plan", "--model", "2m", "--cluster", "2xcpu", "--out"]
+    out = tmp_path / ("p" * 240)
+    out.touch(mode=0o600)
+    assert main([*plan, str(out)]) == 0 and out.stat().st_mode & 0o777 == 0o600
+    own = tmp_path / "own.json"
+    own.touch(mode=0o640)
+    assert main([*plan, str(own)]) == 0 and own.stat().st_mode & 0o777 == 0o640
+    (tmp_path / "other.json").hardlink_to(own)
+    assert main([*plan, str(own), "--recipe", "seq_len=64"]) == 0
+    assert own.samefile(tmp_path / "other.json")
+    if os.geteuid():
+        own.chmod(0o400)
+        assert main([*plan, str(own)]) == 2
+    else:  # Root may write any file; another user's stays theirs.
+        os.chown(out, 65534, 65534)
+        assert main([*plan, str(out)]) == 0 and out.stat().st_uid == 65534
 
 
 def test_out_and_plan_expand_the_home_folder(tmp_path: Path) -> None:
@@ -451,7 +474,7 @@ def test_a_run_on_a_cluster_outlives_a_launch_that_waits(
 
     launched: dict[str, Any] = {}
     monkeypatch.setattr(ss, "launch", lambda plan, task, **fields: launched.update(fields))
-    monkeypatch.setattr(running, "_follow", lambda *_: 0)
+    monkeypatch.setattr(running, "_follow", lambda *_, **__: 0)
     plan = ["--model", "2m", "--cluster", "2x1xcpu", "--recipe", "seq_len=64"]
     parsed = build_parser().parse_args(["launch", *plan, "--wait", "--json", *options])
     assert parsed.run(parsed) == 0

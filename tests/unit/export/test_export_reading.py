@@ -248,6 +248,9 @@ def test_a_deepspeed_config_file_is_found_from_the_current_folder(
     monkeypatch.chdir(tmp_path)
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
     assert from_fsdp(tmp_path / "configs", text).layout == ss.Layout.zero(1)
+    (tmp_path / "configs" / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    with pytest.raises(ValueError, match=r"ds\.json differ, and accelerate opens that of its current folder"):
+        from_fsdp(tmp_path / "configs", text)
 
 
 @pytest.mark.parametrize(

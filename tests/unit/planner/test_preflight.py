@@ -98,6 +98,7 @@ def test_offloaded_activations_that_would_fit_are_reported_as_such() -> None:
     assert finding.plan is not None
     assert finding.plan.recipe.recompute == "none"
     assert finding.why.startswith("With activations kept on the GPU, the peak is ")
+    assert finding.change == "Activations kept on the GPU"
     assert find_by_name(plan, "recomputation-on") is None
 
 

@@ -28,3 +28,8 @@ def test_folders_of_runs_are_below_the_home_folder(home: Path) -> None:
     assert checked_path("launch.folder", "~/runs") == home / "runs"
     with pytest.raises(ValueError, match=f"{home}/no-run does not exist"):
         ss.Run.attach("~/no-run")
+
+
+def test_a_folder_of_a_user_without_a_home_is_refused(home: Path) -> None:
+    with pytest.raises(ValueError, match="that user has no home folder"):
+        checked_path("launch.folder", "~nobody-here/runs")

@@ -140,6 +140,8 @@ def test_numbers_may_have_units(answer: object) -> None:
         ("02-recomputation-saves", "57 times fewer"),
         ("04-all-gathers", "65 all-gathers"),
         ("05-stored-in-full", "norms, residuals"),
+        ("05-stored-in-full", "norms, and residuals,"),
+        ("05-stored-in-full", "norms/residuals"),
         ("05-stored-in-full", "Norms and residuals."),
         ("07-causal-balance", 1.9),
         ("08-lora-parameters", "6.8M"),
@@ -390,6 +392,12 @@ def test_progress_of_all_learners_from_one_folder(tmp_path: Path, monkeypatch: p
     assert "<table" in table._repr_html_() and "bob: 0 solved, 3 attempts" in repr(table)
     with pytest.raises(NotADirectoryError, match="no folder"):
         teach.progress(tmp_path / "missing")
+    # Learners may not list the folder: they get their own answers.
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert [one.learner for one in teach.progress()] == ["eve"]
+    (tmp_path / "of_others").mkdir()
+    with pytest.raises(PermissionError, match="cannot be listed"):
+        teach.progress(tmp_path / "of_others")
 
 
 def test_progress_finds_the_answers_of_all_homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

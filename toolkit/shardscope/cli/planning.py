@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+MAX_NAME_BYTES = 255
+"""Longest file name of Linux's file systems."""
 MEMORY_FIELDS = (
     *("verdict", "fits", "peak_phase", "peak_bytes", "low_bytes", "high_bytes", "usable_bytes"),
     *("host_bytes", "nvme_bytes", "components"),
@@ -284,16 +289,31 @@ def _write_plan(plan: Plan, path: Path | None) -> None:
     if path is None:
         return
     text, partial = plan.to_json() + "\n", partial_file(path)
-    # A link and a device, such as /dev/stdout, are written themselves.
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    if not _may_be_replaced(path, partial):
         path.write_text(text, encoding="utf-8")
         return
     try:
         partial.write_text(text, encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, partial)
         partial.replace(path)
-    except OSError as error:
+    except OSError:
         partial.unlink(missing_ok=True)
-        if not isinstance(error, PermissionError):
-            raise
-        # The file may be the user's in a folder that is not.
-        path.write_text(text, encoding="utf-8")
+        raise
+
+
+def _may_be_replaced(path: Path, partial: Path) -> bool:
+    """Return whether another file can take the place of ``path``, and nobody sees a difference.
+
+    Not of a link, a device such as /dev/stdout, a file with several names, another user's or group's, or one
+    that is read-only.
+    """
+    if len(os.fsencode(partial.name)) > MAX_NAME_BYTES or not os.access(path.parent, os.W_OK):
+        return False
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return True
+    # Windows has no owners.
+    is_own = not hasattr(os, "geteuid") or (status.st_uid, status.st_gid) == (os.geteuid(), os.getegid())
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and is_own and os.access(path, os.W_OK)

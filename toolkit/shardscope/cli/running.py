@@ -166,7 +166,7 @@ def launch_run(options: argparse.Namespace) -> int:
     if not options.wait:
         _print_run(run, options.json)
         return 0
-    return _follow(run, options.json)
+    return _follow(run, options.json, outlives=outlive is True)
 
 
 def _build_target(options: argparse.Namespace) -> Slurm | Ray | None:
@@ -326,8 +326,11 @@ def _find_run(source: str) -> Run:
     return ss.Run.attach(path)
 
 
-def _follow(run: Run, as_json: bool) -> int:
-    """Print status changes and steps until the run ends. Return the exit code."""
+def _follow(run: Run, as_json: bool, *, outlives: bool = True) -> int:
+    """Print status changes and steps until the run ends. Return the exit code.
+
+    ``outlives``: whether the run goes on if this process ends.
+    """
     try:
         status = _print_until_end(run, as_json)
         _print_run(run, as_json)
@@ -336,7 +339,8 @@ def _follow(run: Run, as_json: bool) -> int:
         discard_output()
         status = run.status
         if status not in FINAL:
-            print_error(f"{run.name} {status}: no longer waited for, because the reader of the output ended")
+            then = "no longer waited for" if outlives else "stopped with this command"
+            print_error(f"{run.name} {status}: {then}, because the reader of the output ended")
             return 1
     if status == "finished":
         return 0

@@ -17,6 +17,11 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
         return Path(path)
 
 
+def lacks_home(path: Path) -> bool:
+    """Return whether :func:`expand_home` left a ``~`` in ``path``, because that user has no home folder."""
+    return path.parts[:1] != () and path.parts[0].startswith("~")
+
+
 def find_cache_folder() -> Path:
     """Return ``shardscope`` in the user's cache folder (``XDG_CACHE_HOME``). Raises ``FileNotFoundError``."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -227,7 +227,7 @@ class Choice:
         several = len(self.right) > 1
         words = [answer] if isinstance(answer, str) else answer
         if several and isinstance(answer, str):
-            words = re.split(r"[,;+&]|\band\b", answer)
+            words = [word for word in re.split(r"[,;+&/\n]|\band\b", answer) if word.strip()]
         names = {_normalize(name): name for name in (*sorted(self.right), *self.wrong)}
         options = ", ".join(f'"{name}"' for name in sorted(names.values()))
         if not isinstance(words, list | tuple | set | frozenset) or not all(

@@ -184,7 +184,9 @@ def progress(folder: str | os.PathLike[str] | None = None) -> Progress:
     """Return every learner's progress from the ``.jsonl`` files of one folder, those who solved most first.
 
     Files in ``answers/`` folders below it count too, so that the folder of all homes of a JupyterHub works.
-    Default: the folder of the own answers. Raises ``NotADirectoryError`` if it is no folder.
+    Default: the folder of the own answers. Raises ``NotADirectoryError`` if it is no folder,
+    and ``PermissionError`` if this user may not list it; of their own shared folder, learners get their own
+    progress then.
     """
     root = find_folder() if folder is None else Path(folder)
     if folder is not None and not root.is_dir():
@@ -243,6 +245,12 @@ def leaderboard(folder: str | os.PathLike[str] | None = None) -> Leaderboard:
 
 def _list_files(root: Path) -> Iterable[Path]:
     """Return the learners' files directly in ``root`` and in its ``answers/`` folders."""
+    if root.is_dir() and not os.access(root, os.R_OK):
+        # Of a shared folder only the instructors' group may list the files.
+        own = find_file()
+        if own.parent != root:
+            raise PermissionError(f"{root} cannot be listed by this user")
+        return [own]
     found = [*sorted(root.glob("*.jsonl")), *sorted(root.rglob(f"{FOLDER}/*.jsonl"))]
     return list(dict.fromkeys(found))[:MAX_FILES]
 

@@ -359,6 +359,11 @@ def _find_deepspeed_file(document: Document, file: Path) -> Path | None:
     if not paths:
         allowed = "an existing file, relative to this file's folder or the current one"
         document.refuse(keys, allowed, "'ds_config.json'")
+    if len({path.read_bytes() for path in paths}) > 1:
+        allowed = (
+            f"one file: {paths[0]} and {paths[1]} differ, and accelerate opens that of its current folder"
+        )
+        document.refuse(keys, allowed, repr(str(paths[0].absolute())))
     return paths[0]
 
 

@@ -40,7 +40,7 @@ def check_missing_recomputation(case: Case) -> Iterator[Finding]:
         why=f"The worst rank is {format_gib(short)} GiB short while all activations are kept; {kind} saves "
         f"{format_gib(won)} GiB{_describe_cost(case, fixed)} (Chen et al. 2016).",
         number=won / 2**30,
-        change=kind.capitalize(),
+        change=kind[:1].upper() + kind[1:],
         plan=fixed.plan,
     )
 
@@ -88,6 +88,6 @@ def check_unneeded_recomputation(case: Case) -> Iterator[Finding]:
         f"{format_gib(fixed.memory.usable_bytes)} GiB and a step is {format_seconds(won)} shorter "
         f"({format_percent(case.compute_gain(fixed))}).",
         number=won,
-        change=kind.capitalize(),
+        change=kind[:1].upper() + kind[1:],
         plan=fixed.plan,
     )
