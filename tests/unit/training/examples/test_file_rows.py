@@ -9,7 +9,7 @@ from tests.requirements import needs
 
 from shardscope.core.errors import FieldError
 from shardscope.training.examples.file_rows import FileRows
-from shardscope.training.examples.formats import read_example, recognize_format
+from shardscope.training.examples.formats import list_text_columns, read_example, recognize_format
 from shardscope.training.examples.rows import describe_unread_files, load_files, open_rows, resolve_source
 from shardscope.training.examples.source_record import hash_path
 from shardscope.training.examples.streamed_rows import read_first_rows
@@ -152,8 +152,18 @@ def test_a_suggested_mapping_leaves_out_numbers_of_rows(header: list[str]) -> No
     with pytest.raises(FieldError) as error:
         recognize_format(FIELD, header)
     assert 'columns={"prompt": "Frage", "completion": "Antwort"}' in str(error.value)
-    with pytest.raises(FieldError, match='"prompt": "id", "completion": "Frage"'):
-        recognize_format(FIELD, ["id", "Frage"])
+
+
+@pytest.mark.parametrize("name", ["id", "UUID", "guid", "row_uuid", "questionId", "userID", "itemGuid"])
+def test_a_suggested_mapping_of_one_column_besides_numbers_is_text(name: str) -> None:
+    with pytest.raises(FieldError) as error:
+        recognize_format(FIELD, [name, "Frage"])
+    assert error.value.fix == 'columns={"text": "Frage"}'
+
+
+def test_words_that_end_as_a_number_of_rows_are_columns_of_text() -> None:
+    assert list_text_columns(["grid", "Covid", "valid", "IDEA", "id"]) == ["grid", "Covid", "valid", "IDEA"]
+    assert list_text_columns(["id", "nr"]) == ["id", "nr"]
 
 
 def test_the_place_in_a_broken_line_is_its_character(tmp_path: Path) -> None:
