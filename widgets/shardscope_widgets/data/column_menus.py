@@ -75,7 +75,7 @@ class ColumnMenus(widgets.VBox):
         """Show the menus for these columns, the first ones of texts chosen; nothing is applied yet."""
         if tuple(names) != self._names:
             self._names, self.columns = tuple(names), None
-            self.format.value = "text" if len(names) == 1 else "prompt-completion"
+            self.format.value = "text" if len(list_text_columns(names)) == 1 else "prompt-completion"
             self._show_roles()
         self.remove_class("ss-off")
 

@@ -9,7 +9,7 @@ from tests.requirements import needs
 
 from shardscope.core.errors import FieldError
 from shardscope.training.examples.file_rows import FileRows
-from shardscope.training.examples.formats import read_example, recognize_format
+from shardscope.training.examples.formats import list_text_columns, read_example, recognize_format
 from shardscope.training.examples.rows import describe_unread_files, load_files, open_rows, resolve_source
 from shardscope.training.examples.source_record import hash_path
 from shardscope.training.examples.streamed_rows import read_first_rows
@@ -69,7 +69,19 @@ def test_a_line_with_too_many_fields_is_refused_or_an_empty_row(tmp_path: Path) 
         ('"two\nlines",x\n  \n\nWhat?,a,b\n', "row in line 6 has 3"),
         # pandas takes the first column of these as an index, so that prompts are lost and answers move.
         ("Who, me?,Ahab\nWhat?,x\n", "row in line 2 has 3.*repair or remove line 2.*quotes"),
-        ("Who?,Ahab,\nWhat?,x,\n", "row in line 2 has 3"),
+        ("Who?,Ahab,\nWhat?,x,y\n", "every row has more, the one in line 2 has 3.*name for the first column"),
+        (
+            "7,Who?,Ahab\n3,What?,x\n",
+            "every row has more.*name for the first column to the header, or quotes",
+        ),
+        ("Who?,Ahab,\nWhat?,x\n", "row in line 2 has 3.*repair or remove line 2"),
+        (
+            "0,Who?,Ahab\n1,What?,x,y\n",
+            "at most 3 cells, as the header and the row number have; .* line 3 has 4",
+        ),
+        ("Who?,Ahab,\nWhat?,x,y,\n", "as the header and the delimiter at the end have; .* line 3 has 4"),
+        # Without its quote the last row would have fewer cells than the others.
+        ('0,Who?,Ahab\n1,"What?,x\n', "in the row in line 3 is not"),
         ('Who?,Ahab\n"What?,x\nWhere?,sea\n', "in the row in line 3 is not.*2 lines"),
     ],
 )
@@ -91,7 +103,6 @@ def test_the_line_of_a_table_that_cannot_be_read_is_named(
             "q,a\nc,d\n",
             "a.csv has prompt and completion, and b.csv q and a",
         ),
-        ("csv", "prompt,completion\na,b\n", "prompt;completion\nc;d\n", "and b.csv prompt;completion"),
         ("jsonl", GOOD, '{"q": "c", "a": "d"}\n', "a.jsonl has prompt and completion, and b.jsonl q and a"),
     ],
 )
@@ -105,11 +116,37 @@ def test_a_file_with_other_columns_than_the_first_is_named(
     assert str(other) in str(error.value) and "rename the columns" in str(error.value)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("first", "second"), [(",", ";"), (";", ","), ("\t", ",")])
+def test_a_file_with_another_delimiter_than_the_first_is_named(
+    first: str, second: str, streaming: bool, tmp_path: Path
+) -> None:
+    """Its columns have the right names, so that nothing is there to rename."""
+    for name, delimiter in (("a.csv", first), ("b.csv", second)):
+        write(tmp_path / name, f"prompt{delimiter}completion\nWho?{delimiter}Ahab\n")
+    with pytest.raises(FieldError) as error:
+        read_first_rows(FIELD, tmp_path) if streaming else open_all(tmp_path)
+    assert f"a.csv has {first!r}, and b.csv {second!r}" in str(error.value)
+    assert f"save b.csv with {first!r} as its delimiter" in str(error.value)
+    assert "rename" not in str(error.value)
+
+
+def test_a_first_file_with_an_index_is_named_by_the_column_of_messages(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", ",prompt,completion\n0,Who?,Ahab\n")
+    write(tmp_path / "b.csv", "prompt,completion\nWho?,Ahab\n")
+    with pytest.raises(FieldError, match="has Unnamed: 0, prompt and completion, and b") as error:
+        open_all(tmp_path)
+    assert error.value.fix == "remove the column without a name from a.csv, or train on one of the files"
+
+
 def test_a_file_with_other_columns_is_named_when_unreadable_lines_are_skipped(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", GOOD + "{\n")
-    write(tmp_path / "b.jsonl", '{"q": "c", "a": "d"}\n')
-    with pytest.raises(FieldError, match=r"a\.jsonl has prompt and completion, and b\.jsonl q and a"):
+    write(tmp_path / "a.jsonl", GOOD + "{\n[1]\n")
+    other = write(tmp_path / "b.jsonl", '{"q": "c", "a": "d"}\n')
+    with pytest.raises(
+        FieldError, match=r"a\.jsonl has prompt and completion, and b\.jsonl q and a"
+    ) as error:
         open_all(tmp_path, "skip")
+    assert f"'{other}'" in str(error.value)
 
 
 def test_a_quote_that_is_never_closed_is_refused_with_skip_too(tmp_path: Path) -> None:
@@ -123,6 +160,57 @@ def test_a_first_row_with_too_many_cells_is_an_empty_row(tmp_path: Path) -> None
     path = write(tmp_path / "a.csv", "prompt,completion\nWho, me?,Ahab\nWhat?,x\n")
     rows = open_all(path, "skip")
     assert [rows[index]["completion"] for index in range(len(rows))] == [None, "x"]
+
+
+NUMBERED = ("0,Who?,Ahab\n1,What?,x\n", '"1","Who?","Ahab"\n"2","What?","x"\n')
+"""Rows with row numbers that have no column: ``to_csv(index_label=False)``, and R's ``write.table``."""
+ENDING = "Who?,Ahab,\nWhat?,x,\n"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("text", [*NUMBERED, ENDING])
+def test_a_cell_that_every_row_has_beside_its_columns_is_dropped(
+    text: str, streaming: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.csv", "prompt,completion\n" + text)
+    rows = read_first_rows(FIELD, path) if streaming else open_all(path)
+    expected = [{"prompt": "Who?", "completion": "Ahab"}, {"prompt": "What?", "completion": "x"}]
+    assert [rows[index] for index in range(len(rows))] == expected
+    assert rows.describe_place(1) == "line 3 of a.csv"
+
+
+@pytest.mark.parametrize(
+    ("text", "answers"),
+    [
+        (NUMBERED[0] + "2,a,b,c\n3,Where?,sea\n", ["Ahab", "x", None, "sea"]),
+        ("0,a,b,c\n1,Where?,sea\n", [None, "sea"]),
+        (ENDING + "a,b,c,\n", ["Ahab", "x", None]),
+    ],
+)
+def test_with_row_numbers_only_the_unreadable_rows_are_skipped(
+    text: str, answers: list[str | None], tmp_path: Path
+) -> None:
+    rows = open_all(write(tmp_path / "a.csv", "prompt,completion\n" + text), "skip")
+    assert [rows[index]["completion"] for index in range(len(rows))] == answers
+
+
+def test_a_table_whose_rows_are_all_too_wide_is_refused_with_skip_too(tmp_path: Path) -> None:
+    """No row would be left."""
+    path = write(tmp_path / "a.csv", "prompt,completion\nx7,Who?,Ahab\nx8,What?,x\n")
+    with pytest.raises(FieldError, match=r"every row has more.*add a name for the first column"):
+        open_all(path, "skip")
+
+
+def test_files_with_and_without_an_extra_cell_are_read_together(tmp_path: Path) -> None:
+    write(tmp_path / "numbered" / "a.csv", "prompt,completion\n" + NUMBERED[0])
+    write(tmp_path / "ending" / "a.csv", "prompt,completion\n" + ENDING)
+    for folder in ("numbered", "ending"):
+        write(tmp_path / folder / "b.csv", "prompt,completion\nWhere?,sea\n")
+        rows = open_all(tmp_path / folder)
+        assert [rows[index]["completion"] for index in range(len(rows))] == ["Ahab", "x", "sea"]
+    write(tmp_path / "numbered" / "c.csv", "prompt,completion\n" + ENDING)
+    with pytest.raises(FieldError, match="others end them with a delimiter"):
+        open_all(tmp_path / "numbered")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -152,8 +240,18 @@ def test_a_suggested_mapping_leaves_out_numbers_of_rows(header: list[str]) -> No
     with pytest.raises(FieldError) as error:
         recognize_format(FIELD, header)
     assert 'columns={"prompt": "Frage", "completion": "Antwort"}' in str(error.value)
-    with pytest.raises(FieldError, match='"prompt": "id", "completion": "Frage"'):
-        recognize_format(FIELD, ["id", "Frage"])
+
+
+@pytest.mark.parametrize("name", ["id", "UUID", "guid", "row_uuid", "questionId", "userID", "itemGuid"])
+def test_a_suggested_mapping_of_one_column_besides_numbers_is_text(name: str) -> None:
+    with pytest.raises(FieldError) as error:
+        recognize_format(FIELD, [name, "Frage"])
+    assert error.value.fix == 'columns={"text": "Frage"}'
+
+
+def test_words_that_end_as_a_number_of_rows_are_columns_of_text() -> None:
+    assert list_text_columns(["grid", "Covid", "valid", "IDEA", "id"]) == ["grid", "Covid", "valid", "IDEA"]
+    assert list_text_columns(["id", "nr"]) == ["id", "nr"]
 
 
 def test_the_place_in_a_broken_line_is_its_character(tmp_path: Path) -> None:

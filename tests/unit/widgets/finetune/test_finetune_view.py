@@ -17,6 +17,7 @@ from tests.weights_folders import write_chat_folder
 import shardscope as ss
 from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope_widgets import FinetuneView
+from shardscope_widgets.data.column_menus import ColumnMenus
 from shardscope_widgets.finetune.upload import MAX_BYTES, list_data_files, store_file
 
 NUM_ROWS = 60
@@ -190,6 +191,16 @@ def test_columns_without_known_names_are_chosen_from_menus(files: Path) -> None:
     assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl")
     assert view.task.columns is None and "ss-off" in menus._dom_classes
     view.close()
+
+
+def test_menus_offer_one_column_besides_numbers_of_rows_as_the_text() -> None:
+    menus = ColumnMenus()
+    menus.offer(["questionId", "Frage"])
+    assert (menus.format.value, menus.menus[0].value) == ("text", "Frage")
+    menus.offer(["id", "Frage", "Antwort"])
+    assert menus.format.value == "prompt-completion"
+    assert (menus.menus[0].value, menus.menus[1].value) == ("Frage", "Antwort")
+    menus.close()
 
 
 def press(browser: Any, label: str) -> None:

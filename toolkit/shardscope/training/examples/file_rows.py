@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Literal, NoReturn, TextIO, TypeAlias
 
 from shardscope.core.errors import refuse
 
@@ -33,6 +33,18 @@ MAX_CELL_CHARACTERS = 2**31 - 1
 FIRST_BYTES = 4096
 """Bytes at the beginning of a file that show whether it is in UTF-16."""
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+ExtraCell: TypeAlias = Literal["", "index", "end", "every", "some"]
+"""Cell that rows of a CSV file have and its header has not.
+
+"index": row numbers at the beginning, as R and ``to_csv(index_label=False)`` write them. "end": an empty cell
+after a delimiter at the end. "every", "some": other ones, in every row or only in some.
+"""
+EXTRA_CELLS: dict[ExtraCell, str] = {
+    "index": "the header and the row number have",
+    "end": "the header and the delimiter at the end have",
+}
+"""Words of a message for the cells of a row that has one more than the header."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,42 +186,70 @@ def _refuse_encoding(field: str, path: Path, byte: int, line: int, encoding: str
 
 
 def read_header(path: Path) -> list[str]:
-    """Return the column names of a CSV or TSV file, with pandas' names for those without one.
+    """Return the column names of a CSV or TSV file, with pandas' names for those without one."""
+    return name_columns(split_header(path, find_delimiter(path)))
 
-    Spreadsheets and pandas' own index leave a name empty.
+
+def name_columns(header: Sequence[str]) -> list[str]:
+    """Return the names of a header's cells: spreadsheets and pandas' own index leave a name empty."""
+    return [name or f"Unnamed: {index}" for index, name in enumerate(header)]
+
+
+def find_extra_cell(path: Path) -> ExtraCell:
+    """Return which cell the rows of a CSV file have besides those of its header.
+
+    Reads two rows of a usual file, and all rows of one whose first row is wider than the header: pandas takes
+    the first column of such a file as an index, whatever it contains.
     """
-    names = split_header(path, find_delimiter(path))
-    return [name or f"Unnamed: {index}" for index, name in enumerate(names)]
+    table = _iterate_table(path, find_delimiter(path))
+    _, header = next(table, (0, list[str]()))
+    first: int | None = None
+    has_usual_width, ends_empty, number = False, True, 0
+    for number, (_, row) in enumerate(table, start=1):
+        if len(row) <= len(header):
+            return "" if number == 1 else "some"
+        if number == 1:
+            first = {"0": 0, "1": 1}.get(row[0].strip())
+        if first is not None and row[0].strip() != str(first + number - 1):
+            first = None
+        ends_empty = ends_empty and not row[-1].strip()
+        has_usual_width = has_usual_width or len(row) == len(header) + 1
+    if not number:
+        return ""
+    if not has_usual_width or (first is None and not ends_empty):
+        return "every"
+    return "end" if first is None else "index"
 
 
-def has_wide_first_row(path: Path) -> bool:
-    """Return whether the first row below the header of a CSV file has more cells than the header.
+def count_cells(path: Path, extra: ExtraCell) -> int:
+    """Return how many cells a row of a CSV file may have."""
+    return len(split_header(path, find_delimiter(path))) + (extra in ("index", "end"))
 
-    pandas does not refuse it as it does such rows further down: it takes the first column as an index and
-    moves all cells of the file by one column.
+
+def has_wide_first_row(path: Path, extra: ExtraCell) -> bool:
+    """Return whether the first row below the header of a CSV file has too many cells.
+
+    pandas does not refuse it as it does such rows further down: it moves all cells of the file.
     """
     rows = [row for _, row in itertools.islice(_iterate_table(path, find_delimiter(path)), 2)]
-    return len(rows) == 2 and len(rows[1]) > len(rows[0])
+    return len(rows) == 2 and len(rows[1]) > count_cells(path, extra)
 
 
 def check_table_rows(field: str, path: Path, *, skips_wide: bool) -> None:
     """Raise ``ValueError`` with the first line of a CSV file that cannot be read.
 
     pandas' messages count rows, not lines, where a cell has several lines. ``skips_wide``: rows with too many
-    cells are left out later. A quote that is never closed is always refused: the file would end there.
+    cells are left out later, unless all have too many. A quote that is never closed is always refused: the
+    file would end there.
     """
-    delimiter = find_delimiter(path)
-    header: list[str] | None = None
+    delimiter, extra = find_delimiter(path), find_extra_cell(path)
+    num_cells = count_cells(path, extra)
+    first_wide: tuple[int, int] | None = None
     line, row = 1, list[str]()
     for line, row in _iterate_table(path, delimiter):
-        header = header or row
-        if len(row) > len(header) and not skips_wide:
-            allowed = (
-                f"rows of at most {len(header):,} cells, as the header has; the row in line {line:,} has "
-                f"{len(row):,}"
-            )
-            fix = f"repair or remove line {line:,}: a cell that contains {delimiter!r} needs quotes around it"
-            refuse(field, str(path), allowed, fix)
+        if len(row) > num_cells and first_wide is None:
+            first_wide = line, len(row)
+    # Before wide rows: the row with the open quote has fewer cells than the others of the file.
     if _has_open_quote(path, line, delimiter):
         lost = sum(cell.count("\n") for cell in row)
         allowed = (
@@ -217,6 +257,18 @@ def check_table_rows(field: str, path: Path, *, skips_wide: bool) -> None:
             f"{lost:,} lines, is one cell"
         )
         refuse(field, str(path), allowed, f"close or remove the quote in line {line:,}")
+    if first_wide is None or (skips_wide and extra != "every"):
+        return
+    line, num_wide = first_wide
+    allowed = f"rows of at most {num_cells:,} cells, as {EXTRA_CELLS.get(extra, 'the header has')}; "
+    quotes = f"a cell that contains {delimiter!r} needs quotes around it"
+    if extra == "every":
+        allowed += f"every row has more, the one in line {line:,} has {num_wide:,}"
+        refuse(
+            field, str(path), allowed, f"add a name for the first column to the header, or quotes: {quotes}"
+        )
+    allowed += f"the row in line {line:,} has {num_wide:,}"
+    refuse(field, str(path), allowed, f"repair or remove line {line:,}: {quotes}")
 
 
 def _has_open_quote(path: Path, last_line: int, delimiter: str) -> bool:
@@ -259,13 +311,18 @@ def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
             with path.open("rb") as source, copy.open("wb") as target:
                 target.writelines(line if _is_object(line) else b"{}\n" for line in source if line.strip())
             continue
-        delimiter = find_delimiter(path)
+        delimiter, extra = find_delimiter(path), find_extra_cell(path)
+        num_cells = count_cells(path, extra)
+        table = _iterate_table(path, delimiter)
         with copy.open("w", encoding="utf-8", newline="") as target:
             writer = csv.writer(target, delimiter=delimiter)
-            header: list[str] | None = None
-            for _, row in _iterate_table(path, delimiter):
-                header = header or row
-                writer.writerow(row if len(row) <= len(header) else [""] * len(header))
+            _, header = next(table)
+            writer.writerow(header)
+            for _, row in table:
+                is_readable = len(row) <= num_cells
+                if extra == "index":
+                    row = row[1:]
+                writer.writerow(row[: len(header)] if is_readable else [""] * len(header))
     return copies
 
 

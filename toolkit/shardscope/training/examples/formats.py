@@ -48,8 +48,12 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "rejected": ("rejected",),
 }
 
-NUMBER_NAME = re.compile(r"unnamed: \d+|id|idx|index|nr|no|num|number|row|#|.*[_ ]id")
-"""Names of columns that number rows, in lower case; pandas' own for a column without a name is the first."""
+NUMBER_NAME = re.compile(
+    r"(?i:unnamed: \d+|idx|index|nr|no|num|number|row|#|(.*[_ -])?(id|uuid|guid))"
+    r"|.*[a-z](Id|ID|Uuid|UUID|Guid|GUID)"
+)
+"""Names of columns that number rows; pandas' own for a column without a name is the first. In camel case the
+last word has a capital: "questionId" is one, "grid" is not."""
 
 # The "from" of ShareGPT and the "role" of OpenAI, as chat templates spell them.
 ROLE_NAMES = {
@@ -169,10 +173,10 @@ def _find_column(role: str, column_names: Sequence[str]) -> str | None:
 def list_text_columns(column_names: Sequence[str]) -> list[str]:
     """Return the columns that a mapping suggests, in order: those whose names are not of row numbers.
 
-    Row numbers come first in many tables. All columns, if fewer than two are left.
+    Row numbers come first in many tables. All columns, if none is left.
     """
-    names = [name for name in column_names if not NUMBER_NAME.fullmatch(name.strip().lower())]
-    return names if len(names) > 1 else list(column_names)
+    names = [name for name in column_names if not NUMBER_NAME.fullmatch(name.strip())]
+    return names or list(column_names)
 
 
 def _suggest_mapping(column_names: Sequence[str]) -> str:

@@ -25,8 +25,10 @@ from shardscope.training.examples.file_rows import (
     check_is_utf8,
     check_table_rows,
     find_delimiter,
+    find_extra_cell,
     has_rows,
     has_wide_first_row,
+    name_columns,
     read_header,
     split_header,
     write_readable_copies,
@@ -61,6 +63,8 @@ ARROW_SPLITS = "dataset_dict.json"
 TRAINING_NAME = re.compile(r"(?<![a-z])(train|training)(?![a-z])")
 OTHER_NAME = re.compile(r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])")
 """Words in file names by which ``datasets`` finds the splits of a folder (5.2, data_files.py)."""
+UNNAMED = re.compile(r"Unnamed: \d+")
+"""Names of columns whose header is empty (``file_rows.name_columns``)."""
 MAX_NAMED_FILES = 4
 """Files that a message about a folder names."""
 ALLOWED = (
@@ -268,14 +272,18 @@ def _read_files(field: str, files: list[Path], skips_unreadable: bool) -> Rows:
         return FileRows(cast(Rows, load_files(field, files, streaming=False)), files)
     except FieldError:
         raise
-    except Exception as error:  # DatasetGenerationError around whatever the parser raised.
+    except Exception as raised:  # DatasetGenerationError around whatever the parser raised.
+        error = raised
         check_tables(field, files, skips_wide=skips_unreadable)
         if skips_unreadable and files[0].suffix.lower() in (*JSON_LINES, *DELIMITERS):
             with tempfile.TemporaryDirectory() as folder:
                 copies = write_readable_copies(files, Path(folder))
-                return FileRows(_read_files(field, copies, False), files)
+                try:
+                    return FileRows(cast(Rows, load_files(field, copies, streaming=False)), files)
+                except Exception as copy_error:  # As above; messages name the user's files, not the copies.
+                    error = copy_error
         if LOADERS[files[0].suffix.lower()] == "json":
-            check_json_lines(field, files)
+            check_json_lines(field, files, skips_unreadable=skips_unreadable)
         cause = error.__cause__ or error
         text = str(cause).strip().splitlines()
         reason = text[0].rstrip(".") if text else type(cause).__name__
@@ -294,9 +302,18 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     loader, options = LOADERS[files[0].suffix.lower()], dict[str, object]()
     if loader == "csv":
         options["delimiter"] = find_delimiter(files[0])
-        if any(has_wide_first_row(path) for path in files):
+        extra_cells = {path: find_extra_cell(path) for path in files}
+        kinds = set(extra_cells.values())
+        if kinds & {"every", "some"} or any(has_wide_first_row(*each) for each in extra_cells.items()):
             # Callers name the line, as for rows of which pandas raises this.
             raise ValueError("the first row has more cells than the header")
+        if kinds >= {"index", "end"}:
+            raise ValueError(
+                "some files begin rows with a number that has no column, others end them with a delimiter"
+            )
+        if "end" in kinds:
+            # pandas would take the first column as an index, as it does with row numbers.
+            options["index_col"] = False
         # As text: pandas would read the answer "2" as a number, and "007" as 7.
         options["features"] = datasets.Features(
             {name: datasets.Value("string") for name in read_header(files[0])}
@@ -316,16 +333,17 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     return rows
 
 
-def check_json_lines(field: str, files: list[Path]) -> None:
+def check_json_lines(field: str, files: list[Path], *, skips_unreadable: bool = False) -> None:
     """Raise ``ValueError`` with the first line that is no JSON object or has other types than those before.
 
-    Called where ``datasets`` has failed: its message has no line number.
+    Called where ``datasets`` has failed: its message has no line number. ``skips_unreadable``: lines that are
+    no JSON object are accepted, as they are left out.
     """
     first_columns: dict[str, None] = {}
     for path in files:
         kinds: dict[str, tuple[str, int]] = {}
         columns: dict[str, None] = {}
-        for number, row in _iterate_json_lines(field, path):
+        for number, row in _iterate_json_lines(field, path, skips_unreadable):
             columns |= dict.fromkeys(row)
             for column, value in row.items():
                 if value is None:
@@ -351,7 +369,12 @@ def _refuse_columns(
         f"files with the same columns in a folder: {first.name} has {join_list(first_columns)}, and "
         f"{path.name} {join_list(columns)}"
     )
-    refuse(field, str(path), allowed, f"rename the columns of {path.name}, or train on one of the files")
+    missing = set(first_columns) - set(columns)
+    if missing and all(UNNAMED.fullmatch(name) for name in missing):
+        fix = f"remove the column without a name from {first.name}"
+    else:
+        fix = f"rename the columns of {path.name}"
+    refuse(field, str(path), allowed, f"{fix}, or train on one of the files")
 
 
 def check_tables(field: str, files: list[Path], *, skips_wide: bool = False) -> None:
@@ -362,13 +385,23 @@ def check_tables(field: str, files: list[Path], *, skips_wide: bool = False) -> 
     tables = [path for path in files if path.suffix.lower() in DELIMITERS]
     for path in tables:
         # All are read with the delimiter of the first.
-        first_columns, columns = (split_header(each, find_delimiter(tables[0])) for each in (tables[0], path))
+        first_delimiter, delimiter = find_delimiter(tables[0]), find_delimiter(path)
+        first_columns, columns = (
+            name_columns(split_header(each, first_delimiter)) for each in (tables[0], path)
+        )
+        if delimiter != first_delimiter and min(len(first_columns), len(split_header(path, delimiter))) > 1:
+            allowed = (
+                f"files with the same delimiter in a folder: {tables[0].name} has {first_delimiter!r}, and "
+                f"{path.name} {delimiter!r}"
+            )
+            fix = f"save {path.name} with {first_delimiter!r} as its delimiter, or train on one of the files"
+            refuse(field, str(path), allowed, fix)
         if not set(first_columns) <= set(columns):
             _refuse_columns(field, tables[0], path, first_columns, columns)
         check_table_rows(field, path, skips_wide=skips_wide)
 
 
-def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
+def _iterate_json_lines(field: str, path: Path, skips_unreadable: bool) -> Iterator[tuple[int, Row]]:
     if path.suffix.lower() == ".json":
         return  # One value of any number of lines: the parser's own message names the place.
     with path.open("rb") as file:
@@ -379,6 +412,8 @@ def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
             try:
                 row = json.loads(line.rstrip())
             except (ValueError, RecursionError) as error:
+                if skips_unreadable:
+                    continue
                 # Its own text counts the line's end as a second line.
                 if isinstance(error, json.JSONDecodeError):
                     reason = f"{error.msg}, at character {error.pos + 1:,}"
@@ -386,6 +421,8 @@ def _iterate_json_lines(field: str, path: Path) -> Iterator[tuple[int, Row]]:
                     reason = str(error)
                 refuse(field, str(path), f"{allowed} ({reason})", f"repair or remove line {number}")
             if not isinstance(row, dict):
+                if skips_unreadable:
+                    continue
                 refuse(field, str(path), allowed, f"repair or remove line {number}")
             yield number, row
 
