@@ -110,10 +110,10 @@ def test_a_file_with_other_columns_than_the_first_is_named(
     suffix: str, first: str, second: str, message: str, streaming: bool, tmp_path: Path
 ) -> None:
     write(tmp_path / f"a.{suffix}", first)
-    other = write(tmp_path / f"b.{suffix}", second)
+    write(tmp_path / f"b.{suffix}", second)
     with pytest.raises(FieldError, match=message) as error:
         read_first_rows(FIELD, tmp_path) if streaming else open_all(tmp_path)
-    assert str(other) in str(error.value) and "rename the columns" in str(error.value)
+    assert "rename the columns" in str(error.value)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -146,7 +146,8 @@ def test_a_file_with_other_columns_is_named_when_unreadable_lines_are_skipped(tm
         FieldError, match=r"a\.jsonl has prompt and completion, and b\.jsonl q and a"
     ) as error:
         open_all(tmp_path, "skip")
-    assert f"'{other}'" in str(error.value)
+    # Of the user's file, not of its readable copy. Long values are cut.
+    assert str(error.value).startswith(f"{FIELD} is '{str(other)[:40]}")
 
 
 def test_a_quote_that_is_never_closed_is_refused_with_skip_too(tmp_path: Path) -> None:
