@@ -267,7 +267,8 @@ FLAGS: dict[str, Callable[[str], Any] | None] = {
     "accumulate-allreduce-grads-in-fp32": None, "grad-reduce-in-bf16": None, "attention-backend": str,
     "cross-entropy-loss-fusion": None, "cross-entropy-fusion-impl": str, "recompute-granularity": str,
     "recompute-method": str, "recompute-num-layers": int, "recompute-activations": None,
-    "use-flash-attn": None,
+    "use-flash-attn": None, "use-megatron-fsdp": None, "use-custom-fsdp": None, "use-torch-fsdp2": None,
+    "pipeline-model-parallel-layout": str, "cpu-offloading-num-layers": int,
 }  # fmt: skip
 """Every flag that an export writes or a reader takes, with its type; None: store_true, or store_false for
 ``disable-bias-linear``. Read off Megatron-LM's megatron/training/arguments.py (commit 000c4ac2 of 2025): no
@@ -280,6 +281,7 @@ WRITTEN_OUT = frozenset({
     "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
     "global-batch-size", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16",
     "recompute-activations", "use-flash-attn",
+    "use-custom-fsdp", "use-torch-fsdp2",
 })  # fmt: skip
 """Those that stand in that file alone; Megatron-LM makes the others from megatron-core's dataclasses since
 0.16 (megatron/training/argument_utils.py, ArgumentGroupFactory)."""
