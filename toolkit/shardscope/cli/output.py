@@ -72,7 +72,7 @@ def print_error(text: str) -> None:
 
 
 def discard_output() -> None:
-    """Write what is still to come to nowhere: Python would complain at its end about a closed pipe."""
+    """Discard all further output, because Python complains about a closed pipe when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -99,7 +99,7 @@ def read_parts(
 
 
 def _check_swallowed_plan(options: argparse.Namespace) -> None:
-    """Raise ``ValueError`` if an option, which takes all words up to the next, took a plan's file."""
+    """Raise ``ValueError`` if an option of several words, such as ``--recipe``, has taken a plan's file."""
     for name in ("layout", "recipe", "frameworks", "task", "extra"):
         for word in getattr(options, name, None) or ():
             if "=" not in word and Path(word).is_file():
@@ -197,7 +197,7 @@ def _read_stored_plan(name: str) -> Plan:
 
 
 def _parse_plan(name: str, content: bytes) -> Plan:
-    """Return the plan of a JSON text, whose errors name the file: a script reads many."""
+    """Return the plan of a JSON text. Raises ``ValueError`` that begins with the file's name."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

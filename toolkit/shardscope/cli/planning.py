@@ -285,7 +285,7 @@ def export_plan(options: argparse.Namespace) -> int:
 
 
 def _write_plan(plan: Plan, path: Path | None) -> None:
-    """Write ``plan``; jobs that read the file meanwhile, and a full disk, find the plan before it."""
+    """Replace ``path`` in one step, so that readers and a full disk never leave half a plan."""
     if path is None:
         return
     text, partial = plan.to_json() + "\n", partial_file(path)
@@ -303,7 +303,7 @@ def _write_plan(plan: Plan, path: Path | None) -> None:
 
 
 def _may_be_replaced(path: Path, partial: Path) -> bool:
-    """Return whether another file can take the place of ``path``, and nobody sees a difference.
+    """Return whether a new file can take the place of ``path`` without a difference to anybody.
 
     Not of a link, a device such as /dev/stdout, a file with several names, another user's or group's, or one
     that is read-only.

@@ -267,7 +267,7 @@ def _read_fsdp(document: Document, parts: PlanParts) -> tuple[Fsdp2Layout, FileF
 
 
 def _check_version(document: Document) -> None:
-    """Raise ``ValueError`` for FSDP1; the fix are the options of FSDP2 with the same effect."""
+    """Raise ``ValueError`` for FSDP1, with the options of FSDP2 that have the same effect as the fix."""
     part, strategy_key = "fsdp_config", "fsdp_sharding_strategy"
     version = document.read_number(part, "fsdp_version", low=1, high=2)
     strategy = document.get(part, strategy_key)
