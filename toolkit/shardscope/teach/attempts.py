@@ -126,7 +126,7 @@ def _read_attempt(record: dict[str, object]) -> Attempt | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerProgress:
-    """What one learner has solved and tried."""
+    """Exercises that one learner has solved and tried."""
 
     learner: str
     solved: tuple[str, ...]

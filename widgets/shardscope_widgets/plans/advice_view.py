@@ -133,7 +133,7 @@ class AdviceView(View):
             self._on_apply(plan)
 
     def _plan_of(self, act: str) -> ss.Plan | None:
-        """Return the plan of a button, or None if the click arrived after other advice was drawn."""
+        """Return the plan of a button; None if other advice was drawn before the click arrived."""
         if self.answer is None:
             return None
         if act == "plan":

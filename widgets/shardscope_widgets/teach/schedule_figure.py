@@ -156,7 +156,7 @@ class _Drawing:
         return seconds * self.scale.factor
 
     def build_traces(self) -> list[dict[str, object]]:
-        """Return the blocks of each kind; the bars of memory are drawn by frames."""
+        """Return one trace of blocks for each kind; frames draw the bars of memory."""
         traces: list[dict[str, object]] = []
         for kind in KINDS:
             blocks = [
