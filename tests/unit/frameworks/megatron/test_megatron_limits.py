@@ -180,15 +180,6 @@ def test_cp_raises_on_cpu_ranks() -> None:
 
 
 @needs_installed("megatron")
-@pytest.mark.usefixtures("transformer_engine")
-def test_cp_raises_in_fp32() -> None:
-    message = why_not_trained(build_cp_plan("4xh100-sxm-80gb", precision="fp32"))
-    assert message is not None and message.startswith("Recipe.precision is 'fp32'; allowed: 'bf16-mixed', ")
-    assert "16 bits" in message
-    assert "precision='bf16-mixed', or FSDP2, which trains it" in message
-
-
-@needs_installed("megatron")
 def test_cp_raises_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(

@@ -358,29 +358,37 @@ class MegatronLayout(Layout):
             )
 
     def check_attention(self, cluster: Cluster, recipe: Recipe) -> None:
-        """Raise ``ValueError`` for fused attention, or context parallelism, on GPUs older than Ampere.
+        """Raise ``ValueError`` for fused attention, or context parallelism, before Ampere and in fp32.
 
-        Transformer Engine's kernels for both need sm80 (attention/dot_product_attention/utils.py,
-        ``get_attention_backend``): before, it takes unfused operators, which have no context parallelism.
+        Transformer Engine's kernels for both need sm80 and 16 bits
+        (attention/dot_product_attention/utils.py, ``get_attention_backend``): without, it takes unfused
+        operators, which have no context parallelism.
         """
-        gpu = cluster.gpu
-        if gpu.vendor == "cpu" or gpu.has_flash_attention:
+        gpu, kernels = cluster.gpu, "attention, whose kernels for it need"
+        if gpu.vendor == "cpu" or (gpu.has_flash_attention and recipe.precision != "fp32"):
             return
         if recipe.attention == "flash":
+            where = "in fp32" if gpu.has_flash_attention else f"on {gpu.name}"
+            needed = "computes in 16 bits" if gpu.has_flash_attention else "begins with Ampere"
+            allowed = f"None or 'eager' {where}: FlashAttention {needed}"
+            refuse("Recipe.attention", "flash", allowed, {"attention": None})
+        if self.cp == 1:
+            return
+        if gpu.has_flash_attention:
             refuse(
-                "Recipe.attention",
-                "flash",
-                f"None or 'eager' on {gpu.name}: FlashAttention begins with Ampere",
-                {"attention": None},
+                "Recipe.precision",
+                "fp32",
+                "'bf16-mixed', 'fp16-mixed', 'bf16' with cp > 1 and Megatron-core: its context parallelism "
+                f"is Transformer Engine's {kernels} 16 bits; fsdp2 trains it in fp32",
+                {"precision": "bf16-mixed"},
             )
-        if self.cp > 1:
-            refuse(
-                "Layout.cp",
-                self.cp,
-                f"1 with Megatron-core on {gpu.name}: its context parallelism is Transformer Engine's "
-                "attention, whose kernels for it need Ampere (sm80) or newer; fsdp2 needs none of it",
-                {"cp": 1},
-            )
+        refuse(
+            "Layout.cp",
+            self.cp,
+            f"1 with Megatron-core on {gpu.name}: its context parallelism is Transformer Engine's {kernels} "
+            "Ampere (sm80) or newer; fsdp2 needs none of it",
+            {"cp": 1},
+        )
 
     def check_micro_batches(self, recipe: Recipe, degrees: Degrees) -> None:
         """Raise ``ValueError`` unless the interleaved schedule gets a multiple of pp micro-batches."""

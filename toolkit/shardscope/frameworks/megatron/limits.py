@@ -51,7 +51,7 @@ def check_trainable(plan: Plan) -> None:
     """Raise ``ValueError`` for a plan that the engine never runs, whatever packages are installed."""
     layout = get_layout(plan)
     if layout.cp > 1:
-        _check_context_kernels(plan, layout.cp)
+        _check_context_device(plan, layout.cp)
     for name, why in (
         ("use_precision_aware_optimizer", "it is Transformer Engine's Adam"),
         ("tp_comm_overlap", "it is Transformer Engine's user buffers"),
@@ -90,28 +90,18 @@ def _check_transformer_engine(cp: int) -> None:
         )
 
 
-def _check_context_kernels(plan: Plan, cp: int) -> None:
-    """Raise ``ValueError`` for a plan without a Transformer Engine backend for context parallelism.
+def _check_context_device(plan: Plan, cp: int) -> None:
+    """Raise ``ValueError`` on CPU ranks, where Transformer Engine has no context parallelism.
 
-    ``get_attention_backend`` (dot_product_attention/utils.py) allows only FlashAttention and cuDNN with
-    context parallelism. Neither supports fp32; GPUs older than sm80 are refused by the layout.
+    Its kernels on GPUs are checked by the layout (``check_attention``).
     """
-    attention = "its context parallelism is Transformer Engine's attention, whose kernels for it need"
     if not plan.on_gpu:
         refuse(
             "Layout.cp",
             cp,
-            f"1 to train with Megatron-core on CPU ranks: {attention} a GPU (there: {INSTALL}); fsdp2 needs "
-            "none of it",
+            "1 to train with Megatron-core on CPU ranks: its context parallelism is Transformer Engine's "
+            f"attention, whose kernels for it need a GPU (there: {INSTALL}); fsdp2 needs none of it",
             f"layout=Layout.fsdp2(cp={cp})",
-        )
-    if plan.recipe.precision == "fp32":
-        refuse(
-            "Recipe.precision",
-            "fp32",
-            "'bf16-mixed', 'fp16-mixed', 'bf16' with cp > 1 to train with Megatron-core: "
-            f"{attention} 16 bits",
-            {"precision": "bf16-mixed"},
         )
 
 

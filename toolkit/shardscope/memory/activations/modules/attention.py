@@ -223,14 +223,15 @@ def find_fused_attention(plan: Plan) -> str:
 def resolve_attention(plan: Plan) -> str | None:
     """Return ``Recipe.attention``, or ``eager`` where Megatron-core's default has no fused kernel.
 
-    Before Ampere Transformer Engine has neither FlashAttention nor cuDNN's attention, and takes unfused
-    operators by itself (2.8, attention/dot_product_attention/utils.py, ``get_attention_backend``: "Disabling
-    FusedAttention for compute capability < sm80").
+    Before Ampere, and in fp32, Transformer Engine has neither FlashAttention nor cuDNN's attention, and takes
+    unfused operators by itself (2.8, attention/dot_product_attention/utils.py, ``get_attention_backend``:
+    "Disabling FusedAttention for compute capability < sm80", "... for unsupported qkv_dtype").
     """
-    attention = plan.recipe.attention
-    if attention is None and plan.kernels == "megatron" and plan.on_gpu:
-        return None if plan.cluster.gpu.has_flash_attention else "eager"
-    return attention
+    recipe = plan.recipe
+    if recipe.attention is None and plan.kernels == "megatron" and plan.on_gpu:
+        is_fused = plan.cluster.gpu.has_flash_attention and recipe.precision != "fp32"
+        return None if is_fused else "eager"
+    return recipe.attention
 
 
 def has_no_fused_kernel(arch: Architecture, modules: Modules) -> bool:

@@ -1,4 +1,4 @@
-"""Tests of GPUs before Ampere: no flash attention, and no fused SDPA kernel for grouped queries."""
+"""Tests of plans without flash attention: GPUs before Ampere, and Megatron-core in fp32."""
 
 from __future__ import annotations
 
@@ -94,6 +94,27 @@ def test_megatron_has_no_context_parallelism_before_ampere() -> None:
         build_plan(ALONE, "v100-sxm-32gb", "fp16-mixed").recipe,
         ["megatron"],
     )
+    assert ranking.num_feasible and set(ranking.to_frame()["cp"]) == {1}
+
+
+def build_fp32_plan(cp: int = 1, attention: Any = None) -> Plan:
+    recipe = ss.Recipe(seq_len=2048, global_batch_size=8, precision="fp32", attention=attention)
+    return Plan(ALONE, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.megatron(tp=4, cp=cp))
+
+
+def test_megatron_has_unfused_attention_without_context_parallelism_in_fp32() -> None:
+    """Transformer Engine's FlashAttention and cuDNN kernels compute in 16 bits."""
+    default, unfused = build_fp32_plan(), build_fp32_plan(attention="eager")
+    scores = 2 * ALONE.num_attention_heads // 4 * 2048**2 * 4
+    assert default.memory().components["activations"] > scores
+    assert default.memory().peak_bytes == unfused.memory().peak_bytes
+    assert default.step().seconds == unfused.step().seconds
+    with pytest.raises(FieldError, match=r"FlashAttention computes in 16 bits"):
+        build_fp32_plan(attention="flash")
+    with pytest.raises(FieldError, match=r"cp > 1 .* need 16 bits; .* Nearest fix: precision='bf16-mixed'"):
+        build_fp32_plan(cp=2)
+    recipe = build_fp32_plan().recipe
+    ranking = ss.search(ALONE, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ["megatron"])
     assert ranking.num_feasible and set(ranking.to_frame()["cp"]) == {1}
 
 
