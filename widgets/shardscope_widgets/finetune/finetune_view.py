@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import warnings
-from html import escape
 from pathlib import Path
 
 import ipywidgets as widgets
@@ -15,7 +14,7 @@ import shardscope as ss
 from shardscope.core.errors import OverridableError
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import assess_plan
-from shardscope_widgets.finetune.form import WRONG, FinetuneForm, render_summary
+from shardscope_widgets.finetune.form import WRONG, FinetuneForm, render_missing, render_summary
 from shardscope_widgets.finetune.launch_place import LaunchPlace
 from shardscope_widgets.finetune.run_and_chat import RunAndChat
 from shardscope_widgets.finetune.setup import Setup
@@ -114,7 +113,7 @@ class FinetuneView(View):
         (self._memory_place.remove_class if setup is not None else self._memory_place.add_class)("ss-off")
         self._show_button()
         if setup is None:
-            self.headline.value = f"<div class='ss-what' role='status'>{escape(self.form.message)}</div>"
+            self.headline.value = render_missing(self.form.message)
             return
         preview = self.form.preview_of_data
         summary = render_summary(

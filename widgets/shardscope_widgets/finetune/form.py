@@ -34,9 +34,7 @@ from shardscope_widgets.kit.fold import Fold
 from shardscope_widgets.pickers.recipe_choices import CHOICE_LABELS
 from shardscope_widgets.run.run_html import format_seconds
 
-NOTHING_CHOSEN = (
-    "Choose a model and a data file. Nothing else is needed for a good result; Advanced shows the rest."
-)
+NOTHING_CHOSEN = "Choose a model and a data file."
 NO_MODEL, NO_DATA = "Choose a model.", "Choose a data file to train on."
 UNKNOWN_COLUMNS = "Say what the columns of the data are."
 NO_GPU_TYPE = "Choose the type of the GPUs below the button."
@@ -217,6 +215,13 @@ class FinetuneForm:
 
     def _show_preview(self) -> None:
         self.folds["Data"].head.expanded = True
+
+
+def render_missing(message: str) -> str:
+    """Return what is missing before a launch as HTML; at the start, also that nothing else is needed."""
+    if message == NOTHING_CHOSEN:
+        message += " Nothing else is needed for a good result; Advanced shows the rest."
+    return f"<div class='ss-what' role='status'>{escape(message)}</div>" if message else ""
 
 
 def render_summary(plan: ss.Plan, task: ss.Finetune, length: Length, num_rows: int | None) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.training.tasks.choices import estimate_length
-from shardscope_widgets.finetune.form import FinetuneForm, render_summary
+from shardscope_widgets.finetune.form import FinetuneForm, render_missing, render_summary
 from shardscope_widgets.finetune.run_and_chat import RunAndChat
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.fold import Fold, Folds
@@ -74,8 +73,7 @@ class FinetunePage(widgets.VBox):
         actions = {"Plan with this model": self._on_apply} if is_other else {}
         self.notice.show_message(OTHER_MODEL if is_other else "", actions)
         if state.task is None:
-            text = "" if is_other else state.message
-            self.summary.value = f"<div class='ss-what' role='status'>{escape(text)}</div>" if text else ""
+            self.summary.value = "" if is_other else render_missing(state.message)
             return
         preview = self.form.preview_of_data
         length = estimate_length(state.task, plan, preview)

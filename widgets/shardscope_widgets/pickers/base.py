@@ -17,7 +17,7 @@ from shardscope.core.errors import FieldError, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 
-LABEL_WIDTH = "76px"
+LABEL_WIDTH = "86px"
 NO_CHANGES: Mapping[str, object] = MappingProxyType({})
 THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 
