@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import shardscope as ss
 from shardscope.core.html_table import format_value, render_html_fields, render_html_table
 from shardscope.planner.checks import Findings
 from shardscope.planner.claims import claims
-from shardscope.planner.repairs.repairs import Repairs
 
 TRACE = Path(__file__).parents[2] / "fixtures" / "trace_2_ranks"
 
@@ -88,7 +87,16 @@ def test_findings_and_repairs_are_lists_with_html() -> None:
     assert isinstance(repairs, list) and repairs == list(repairs)
     assert plan().repairs()[0].change in render_html(repairs)
     assert render_html(Findings()) == "<p>No findings.</p>"
-    assert "fits" in render_html(Repairs())
+
+
+def test_no_repairs_say_whether_the_plan_fits() -> None:
+    fits = ss.Plan(
+        ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
+    )
+    needs_several = replace(fits, architecture=ss.models["llama-3.1-70b"])
+    for a_plan, expected in ((fits, "The plan fits"), (needs_several, "plan.make_it_fit()")):
+        assert not a_plan.repairs()
+        assert expected in str(a_plan.repairs()) and expected in render_html(a_plan.repairs())
 
 
 def test_plans_display_model_cluster_layout_and_recipe() -> None:

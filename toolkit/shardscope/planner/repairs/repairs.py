@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.html_table import render_html_table
@@ -26,7 +26,8 @@ framework, are nearly always better (:mod:`shardscope.planner.repairs.make_it_fi
 COMBINE = "plan.make_it_fit()"
 """The function that combines changes, as text for messages."""
 
-_NO_REPAIR = f"No single change: the plan fits, or only several together make it fit, by {COMBINE}."
+_FITS = "The plan fits: no change is needed."
+_NOT_ALONE = f"No single change makes the plan fit. Several together may: {COMBINE}."
 
 
 class Repair(NamedTuple):
@@ -58,17 +59,24 @@ def describe_effect(bytes_won: int, seconds_lost: float) -> str:
 
 
 class Repairs(list[Repair]):
-    """A list of repairs, printed line by line and displayed as a table at the end of a notebook cell."""
+    """A list of repairs, printed line by line and displayed as a table at the end of a notebook cell.
+
+    ``plan_fits``: whether it is empty because the plan fits.
+    """
+
+    def __init__(self, repairs: Iterable[Repair], *, plan_fits: bool) -> None:
+        super().__init__(repairs)
+        self._empty_text = _FITS if plan_fits else _NOT_ALONE
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or _NO_REPAIR
+        return "\n".join(map(str, self)) or self._empty_text
 
     # A plan with all its fields would fill a screen.
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         if not self:
-            return f"<p>{_NO_REPAIR}</p>"
+            return f"<p>{self._empty_text}</p>"
         rows = [(one.change, round(one.bytes_won / 2**30, 1), one.seconds_lost) for one in self]
         return render_html_table(("change", "GiB saved", "seconds more per step"), rows)
 
@@ -86,12 +94,11 @@ def find_repairs(plan: Plan) -> Repairs:
     step takes more than :data:`MAX_TIMES_SLOWER` times as long is left out; one whose time is not known is
     included. If nothing is left, ``make_it_fit`` combines changes.
     """
+    if fits(plan, plan.memory()):
+        return Repairs((), plan_fits=True)
     seconds = predict_seconds(plan)
-    return Repairs(
-        step
-        for step in find_steps(plan)
-        if fits(step.plan, step.plan.memory()) and not _is_too_slow(step, seconds)
-    )
+    enough = (step for step in find_steps(plan) if fits(step.plan, step.plan.memory()))
+    return Repairs((step for step in enough if not _is_too_slow(step, seconds)), plan_fits=False)
 
 
 def _is_too_slow(repair: Repair, seconds: float) -> bool:
@@ -108,7 +115,7 @@ def find_steps(plan: Plan) -> list[Repair]:
     report = plan.memory()
     short = find_shortages(plan, report)
     if not short:
-        return Repairs()
+        return []
     enough: list[_ChangeResult] = []
     half_way: list[_ChangeResult] = []
     for ladder in list_ladders(plan):
