@@ -118,6 +118,18 @@ def test_megatron_has_unfused_attention_without_context_parallelism_in_fp32() ->
     assert ranking.num_feasible and set(ranking.to_frame()["cp"]) == {1}
 
 
+@pytest.mark.parametrize("recompute", few(["none", "selective", "full"], ["none"]))
+def test_megatron_in_fp32_equals_its_rehearsal(recompute: Any) -> None:
+    """Between the backwards of values and softmax, the fused projection's output is freed."""
+    needs("torch")
+    needs("megatron")
+    base = build_fp32_plan()
+    a_plan = replace(base, recipe=replace(base.recipe, recompute=recompute))
+    assert rehearse_in_this_process(a_plan).peak_bytes == pytest.approx(
+        a_plan.memory().peak_bytes, rel=0.0005 if recompute == "none" else 0.002
+    )
+
+
 def test_fp8_is_replaced_by_a_format_of_the_gpu() -> None:
     for layout in (ss.Layout.fsdp2(), ss.Layout.megatron()):
         with pytest.raises(FieldError, match="Nearest fix: precision='fp16-mixed'"):

@@ -47,6 +47,19 @@ def takes_plain_softmax(modules: Modules, rows: int) -> bool:
     return rows % 4 > 0
 
 
+def _count_freed_projection(arch: Architecture, modules: Modules, tp: int) -> int:
+    """Return the bytes per token of the fused projection's output if only the values are views of it.
+
+    Rotary embedding copies queries and keys; norms save the views that they read.
+    """
+    if arch.latent_attention is not None or repeats_heads(arch, tp):
+        return 0
+    if arch.position_embedding != "rope" or arch.qk_norm:
+        return 0
+    width = get_attention_widths(arch)
+    return ceil_div((width.query + width.key + width.value) * modules.compute, tp)
+
+
 def compute_eager_attention(arch: Architecture, modules: Modules, tp: int, plain_rows: int) -> EagerAttention:
     """Compute the bytes per token of eager attention on one rank.
 
@@ -82,13 +95,15 @@ def compute_eager_attention(arch: Architecture, modules: Modules, tp: int, plain
     else:
         saved = product + dropped
         during, softmax = product + saved, 0
-    # Two peak candidates: the backward of the matmul with the values, and that of the softmax.
-    backward = max(saved + product + 2 * output, softmax)
+    # Two peak candidates: the backward of the matmul with the values, and that of the softmax. Between them
+    # the whole projection is freed, if it was alive for its view of the values alone; a checkpoint keeps it.
+    values = saved + product + 2 * output
+    backward = max(values, softmax - _count_freed_projection(arch, modules, tp))
     forward = repeated + max(during, product + saved + 2 * output)
     return EagerAttention(
         saved=saved + repeated_saved,
         forward=forward,
         without_gradient=repeated + max(during, 2 * product + 2 * output),
         gradients=backward - saved,
-        recomputed=max(forward, repeated + backward),
+        recomputed=max(forward, repeated + max(values, softmax)),
     )
