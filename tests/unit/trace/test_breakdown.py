@@ -241,6 +241,55 @@ def test_idle_causes_of_a_gpu(tmp_path: Path) -> None:
     assert longest["track"] == "stream 7"
 
 
+def test_work_that_waits_long_after_its_launch_is_not_waiting_for_the_host(tmp_path: Path) -> None:
+    events = [
+        kernel(0, 1_000, correlation=1),
+        launch(1_400, 2_000, 2),
+        kernel(900_000, 1_000_000, correlation=2),  # as behind an event of another stream
+        launch(1_200_000, 1_201_000, 3),
+        kernel(1_400_000, 1_500_000, correlation=3),  # as a CUDA graph that is launched
+    ]
+    rows = {row["cause"]: row for row in load_ranks(tmp_path, {0: events}).idle()}
+    assert to_ns(rows["host-bound"]["seconds"]) == 1_000 + 400_000
+    assert to_ns(rows["other"]["seconds"]) == 898_000
+
+
+def test_synchronizations_on_a_stream_are_idle_time(tmp_path: Path) -> None:
+    sync = make_slice("Stream Sync", 100, 300, cat="cuda_sync", pid=0, tid=7, correlation=9)
+    context = make_slice("Context Sync", 50, 400, cat="cuda_sync", pid=0, tid=-1)
+    events = [kernel(0, 100), sync, context, kernel(450, 500)]
+    trace = load_ranks(tmp_path, {0: events})
+    (row,) = trace.breakdown()
+    assert to_ns(row["compute_seconds"]) == 150 and to_ns(row["idle_seconds"]) == 350
+    assert [kernel["name"] for kernel in trace.kernels()] == ["gemm"]
+
+
+def test_collectives_of_hccl_are_communication(tmp_path: Path) -> None:
+    events = [kernel(0, 100), kernel(100, 150, "hcom_allReduce__612_0", 9)]
+    (row,) = load_ranks(tmp_path, {0: events}).breakdown()
+    assert to_ns(row["communication_seconds"]) == 50
+
+
+def test_streams_of_nsight_systems_are_gpu_work(tmp_path: Path) -> None:
+    """Converters name processes "Device 0" and threads "Stream 7"; all categories are "cuda"."""
+    events = [
+        {"ph": "X", "cat": "cuda", "name": name, "pid": "Device 0", "tid": tid, "ts": ts, "dur": dur}
+        for name, tid, ts, dur in (
+            ("cudaLaunchKernel", "CUDA API 12", 0, 1),
+            ("volta_sgemm", "Stream 7", 2, 8),
+            ("ncclKernel_AllReduce", "Stream 9", 10, 5),
+        )
+    ]
+    trace = load_ranks(tmp_path, {0: events})
+    assert [(track.name, track.kind) for track in trace.tracks][:2] == [
+        ("stream 7", "gpu"),
+        ("stream 9", "gpu"),
+    ]
+    (row,) = trace.breakdown()
+    assert to_ns(row["compute_seconds"]) == 8_000
+    assert to_ns(row["exposed_communication_seconds"]) == 5_000
+
+
 def test_the_last_step_lasts_until_the_gpu_has_done_its_work(tmp_path: Path) -> None:
     events = [
         step(4, 0, 100),
