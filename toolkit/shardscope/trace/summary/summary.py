@@ -243,8 +243,8 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     """Yield the sentences: what was recorded, where a step's time goes, what costs most, and comparisons."""
     steps, step_seconds = trace.steps(), measure_step(trace)
     yield Sentence(text=_describe_size(trace))
-    yield Sentence(text=_describe_shares(trace, steps))
-    yield from _describe_several_gpus(trace)
+    # One sentence, because pages have it as a heading: shares of several GPUs mislead without that of each.
+    yield Sentence(text=f"{_describe_shares(trace, steps)} {_describe_several_gpus(trace)}".rstrip())
     if not step_seconds:
         return  # no recorded slice has any length
     collectives = trace.collectives()
@@ -311,8 +311,8 @@ def _describe_shares(trace: Trace, steps: Table[StepRow]) -> str:
     return f"{subject} {whole}: {', '.join(parts)}." if parts else "No step has any length."
 
 
-def _describe_several_gpus(trace: Trace) -> Iterator[Sentence]:
-    """Yield a sentence on ranks with several GPUs, such as those of ``device_map="auto"``."""
+def _describe_several_gpus(trace: Trace) -> str:
+    """Return a sentence on ranks with several GPUs, as of ``device_map="auto"``; empty if there are none."""
     activity = trace.activity
     processes = [str(track.process) for track in trace.tracks]
     shares: dict[int, list[float]] = {}
@@ -330,13 +330,13 @@ def _describe_several_gpus(trace: Trace) -> Iterator[Sentence]:
             (busy_ns,) = measure_within(busy, np.array([start]), np.array([end])).tolist()
             shares.setdefault(rank.rank, []).append(100 * busy_ns / max(end - start, 1))
     if not shares:
-        return
+        return ""
     first, values = next(iter(shares)), [share for one in shares.values() for share in one]
     others = f", as do {format_number_of(len(shares) - 1, 'other rank')}" if len(shares) > 1 else ""
     whole = "a step" if activity.has_steps else "the recording"
-    yield Sentence(
-        text=f"Rank {first} has work on {len(shares[first])} GPUs{others}: the shares above count time in "
-        f"which any of them works. Each alone is busy {_format_range(min(values), max(values))} % of {whole}."
+    return (
+        f"Rank {first} has work on {len(shares[first])} GPUs{others}: these shares count time in which "
+        f"any of them works; each alone is busy {_format_range(min(values), max(values))} % of {whole}."
     )
 
 
