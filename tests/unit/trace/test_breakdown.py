@@ -264,6 +264,34 @@ def test_synchronizations_on_a_stream_are_idle_time(tmp_path: Path) -> None:
     assert [kernel["name"] for kernel in trace.kernels()] == ["gemm"]
 
 
+@pytest.mark.parametrize("category", ["cuda_runtime", "privateuse1_runtime"])
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_launches_are_found_in_begin_and_end_events_and_of_other_devices(
+    tmp_path: Path, category: str, is_paired: bool
+) -> None:
+    events = [
+        launch(0, 10, 1),
+        kernel(20, 100, correlation=1),
+        launch(150, 160, 2),
+        kernel(170, 300, correlation=2),
+    ]
+    for event in events:
+        event["cat"] = category if event["cat"] == "cuda_runtime" else event["cat"]
+    if is_paired:
+        ends = [
+            {"ph": "E", **{key: one[key] for key in ("pid", "tid")}, "ts": one["ts"] + one["dur"]}
+            for one in events
+        ]
+        events = [one for pair in zip(events, ends, strict=True) for one in pair]
+        for event in events[::2]:
+            event["ph"] = "B"
+            del event["dur"]
+    trace = load_ranks(tmp_path, {0: events})
+    assert {row["cause"]: to_ns(row["seconds"]) for row in trace.idle()}["host-bound"] == 20 + 70
+    again = Trace.load(trace.to_chrome(tmp_path / "merged.json.gz"))
+    assert again.summary().sentences == trace.summary().sentences
+
+
 def test_collectives_of_hccl_are_communication(tmp_path: Path) -> None:
     events = [kernel(0, 100), kernel(100, 150, "hcom_allReduce__612_0", 9)]
     (row,) = load_ranks(tmp_path, {0: events}).breakdown()

@@ -11,8 +11,9 @@ GPU_CATEGORIES = COPY_CATEGORIES | {"kernel", "gpu_user_annotation", "Kernel", "
 """Categories of work on a device."""
 
 RUNTIME_CATEGORIES = frozenset(
-    {"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"}
-)
+    {"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "privateuse1_runtime",
+     "privateuse1_driver", "Runtime"}
+)  # fmt: skip
 """Categories of runtime calls, which carry the correlation id of what they launch."""
 
 PYTHON_CATEGORY = "python_function"
