@@ -436,6 +436,16 @@ def test_trace_prints_the_sentences_of_a_summary(tmp_path: Path) -> None:
     assert all(sentence in words for sentence in summary.sentences) and (tmp_path / "all.json.gz").exists()
     sentences = run_json(tmp_path, "trace", "traces")["sentences"]
     assert [row["sentence"] for row in sentences] == list(summary.sentences)
+    # 0.0 is no rank: 0.0 == 0, so the types are compared.
+    assert {type(row["rank"]) for row in sentences} == {int, type(None)}
+
+
+def test_trace_says_what_could_not_be_read(tmp_path: Path) -> None:
+    recorded = (ROOT / "tests" / "fixtures" / "trace_2_ranks" / "rank-0.json.gz").read_bytes()
+    (tmp_path / "cut.json.gz").write_bytes(recorded[: len(recorded) // 2])
+    words = " ".join(run(tmp_path, "trace", "cut.json.gz").split())
+    assert "Notes from loading: " in words and "truncated gzip file, read up to there" in words
+    assert any("truncated" in note for note in run_json(tmp_path, "trace", "cut.json.gz")["notes"])
 
 
 def test_a_trace_does_not_overwrite_what_it_was_read_from(tmp_path: Path) -> None:

@@ -241,6 +241,83 @@ def test_idle_causes_of_a_gpu(tmp_path: Path) -> None:
     assert longest["track"] == "stream 7"
 
 
+def test_work_that_waits_long_after_its_launch_is_not_waiting_for_the_host(tmp_path: Path) -> None:
+    events = [
+        kernel(0, 1_000, correlation=1),
+        launch(1_400, 2_000, 2),
+        kernel(900_000, 1_000_000, correlation=2),  # as behind an event of another stream
+        launch(1_200_000, 1_201_000, 3),
+        kernel(1_400_000, 1_500_000, correlation=3),  # as a CUDA graph that is launched
+    ]
+    rows = {row["cause"]: row for row in load_ranks(tmp_path, {0: events}).idle()}
+    assert to_ns(rows["host-bound"]["seconds"]) == 1_000 + 400_000
+    assert to_ns(rows["other"]["seconds"]) == 898_000
+
+
+def test_synchronizations_on_a_stream_are_idle_time(tmp_path: Path) -> None:
+    sync = make_slice("Stream Sync", 100, 300, cat="cuda_sync", pid=0, tid=7, correlation=9)
+    context = make_slice("Context Sync", 50, 400, cat="cuda_sync", pid=0, tid=-1)
+    events = [kernel(0, 100), sync, context, kernel(450, 500)]
+    trace = load_ranks(tmp_path, {0: events})
+    (row,) = trace.breakdown()
+    assert to_ns(row["compute_seconds"]) == 150 and to_ns(row["idle_seconds"]) == 350
+    assert [kernel["name"] for kernel in trace.kernels()] == ["gemm"]
+
+
+@pytest.mark.parametrize("category", ["cuda_runtime", "privateuse1_runtime"])
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_launches_are_found_in_begin_and_end_events_and_of_other_devices(
+    tmp_path: Path, category: str, is_paired: bool
+) -> None:
+    events = [
+        launch(0, 10, 1),
+        kernel(20, 100, correlation=1),
+        launch(150, 160, 2),
+        kernel(170, 300, correlation=2),
+    ]
+    for event in events:
+        event["cat"] = category if event["cat"] == "cuda_runtime" else event["cat"]
+    if is_paired:
+        ends = [
+            {"ph": "E", **{key: one[key] for key in ("pid", "tid")}, "ts": one["ts"] + one["dur"]}
+            for one in events
+        ]
+        events = [one for pair in zip(events, ends, strict=True) for one in pair]
+        for event in events[::2]:
+            event["ph"] = "B"
+            del event["dur"]
+    trace = load_ranks(tmp_path, {0: events})
+    assert {row["cause"]: to_ns(row["seconds"]) for row in trace.idle()}["host-bound"] == 20 + 70
+    again = Trace.load(trace.to_chrome(tmp_path / "merged.json.gz"))
+    assert again.summary().sentences == trace.summary().sentences
+
+
+def test_collectives_of_hccl_are_communication(tmp_path: Path) -> None:
+    events = [kernel(0, 100), kernel(100, 150, "hcom_allReduce__612_0", 9)]
+    (row,) = load_ranks(tmp_path, {0: events}).breakdown()
+    assert to_ns(row["communication_seconds"]) == 50
+
+
+def test_streams_of_nsight_systems_are_gpu_work(tmp_path: Path) -> None:
+    """Converters name processes "Device 0" and threads "Stream 7"; all categories are "cuda"."""
+    events = [
+        {"ph": "X", "cat": "cuda", "name": name, "pid": "Device 0", "tid": tid, "ts": ts, "dur": dur}
+        for name, tid, ts, dur in (
+            ("cudaLaunchKernel", "CUDA API 12", 0, 1),
+            ("volta_sgemm", "Stream 7", 2, 8),
+            ("ncclKernel_AllReduce", "Stream 9", 10, 5),
+        )
+    ]
+    trace = load_ranks(tmp_path, {0: events})
+    assert [(track.name, track.kind) for track in trace.tracks][:2] == [
+        ("stream 7", "gpu"),
+        ("stream 9", "gpu"),
+    ]
+    (row,) = trace.breakdown()
+    assert to_ns(row["compute_seconds"]) == 8_000
+    assert to_ns(row["exposed_communication_seconds"]) == 5_000
+
+
 def test_the_last_step_lasts_until_the_gpu_has_done_its_work(tmp_path: Path) -> None:
     events = [
         step(4, 0, 100),

@@ -342,6 +342,49 @@ def test_data_loading_and_copies_have_sentences(tmp_path: Path) -> None:
     assert "None of the time of matmuls, convolutions and attention is on tensor cores" in text
 
 
+def test_kernels_that_copy_are_compute_and_copy_engines_are_not(tmp_path: Path) -> None:
+    events = [
+        step(0, 0, 1000),
+        kernel(0, 400, "void at::native::CatArrayBatchedCopy<float>"),
+        kernel(400, 500, "ampere_gemm"),
+        copy(500, 900),
+    ]
+    text = str(load(tmp_path, {0: events}).summary())
+    assert "GPU time of a step: 50 % compute, 40 % copies" in text
+    assert "Copy kernels take most compute, 400 µs (40 %) of a step; the costliest is void at::nat" in text
+
+
+def test_exposed_copies_are_those_of_copy_engines(tmp_path: Path) -> None:
+    shapes = {"Input Dims": [[1000], [1000]], "Input type": ["float", "float"]}
+    events = [
+        step(0, 0, 1000),
+        operator(0, 5, "aten::copy_", **shapes),
+        launch(1, 3, 1),
+        kernel(10, 600, "void at::native::direct_copy_kernel_cuda", correlation=1),
+        copy(600, 900, bytes=300_000),
+    ]
+    text = str(load(tmp_path, {0: events}).summary())
+    assert "Exposed copies: 300 µs (30 %) of a step; the costliest is Memcpy HtoD" in text
+
+
+def test_a_rank_with_several_gpus_has_the_share_of_each(tmp_path: Path) -> None:
+    def on_gpu(gpu: int, start: int, end: int) -> dict[str, object]:
+        return kernel(start, end, "ampere_gemm") | {"pid": gpu}
+
+    in_turn = [step(0, 0, 1000), *(on_gpu(gpu, 200 * gpu, 200 * gpu + 200) for gpu in range(4))]
+    summary = load(tmp_path / "in_turn", {0: in_turn}).summary()
+    # Pages have the first two sentences as their heading.
+    assert summary.sentences[1] == (
+        "GPU time of a step: 80 % compute, 20 % idle. Rank 0 has work on 4 GPUs: these shares count time in "
+        "which any of them works; each alone is busy 20 % of a step."
+    )
+    assert "at a time" not in str(summary)
+    together = [step(0, 0, 1000), on_gpu(0, 0, 500), on_gpu(1, 0, 400)]
+    text = str(load(tmp_path / "together", {0: together}).summary())
+    assert "busy 40 to 50 % of a step" in text
+    assert "take most compute, 900 µs (90 %) of a step, added up over kernels that run at a time; the" in text
+
+
 def test_devices_without_tensor_cores_get_no_sentence_about_them(tmp_path: Path) -> None:
     events = [step(0, 0, 1000), kernel(0, 1000, "Cijk_Ailk_Bljk_BBS_BH_MT128x128x32")]
     assert "tensor cores" not in str(load(tmp_path, {0: events}).summary())

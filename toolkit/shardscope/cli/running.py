@@ -274,16 +274,22 @@ def show_trace(options: argparse.Namespace) -> int:
     written = None if chrome is None else trace.to_chrome(chrome)
     summary = trace.summary()
     if options.json:
+        sentences = summary.to_frame().to_dict("records")
+        for sentence, finding in zip(sentences, summary.findings, strict=True):
+            sentence["rank"] = finding.rank  # a column with missing values has floats
         print_json(
             {
-                "sentences": summary.to_frame().to_dict("records"),
+                "sentences": sentences,
                 "ranks": list(summary.ranks),
+                "notes": list(trace.notes),
                 "chrome": written,
             }
         )
         return 0
-    for sentence in summary.sentences:
-        print_text(f"- {sentence}")
+    for text in summary.sentences:
+        print_text(f"- {text}")
+    if trace.notes:
+        print_text(f"Notes from loading: {'; '.join(trace.notes)}.")
     if written:
         print(written)
     return 0

@@ -11,8 +11,9 @@ GPU_CATEGORIES = COPY_CATEGORIES | {"kernel", "gpu_user_annotation", "Kernel", "
 """Categories of work on a device."""
 
 RUNTIME_CATEGORIES = frozenset(
-    {"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"}
-)
+    {"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "privateuse1_runtime",
+     "privateuse1_driver", "Runtime"}
+)  # fmt: skip
 """Categories of runtime calls, which carry the correlation id of what they launch."""
 
 PYTHON_CATEGORY = "python_function"
@@ -22,12 +23,15 @@ OVERFLOW_CATEGORY = "overflow"
 """Sums of slices for which a track has no row left: our own category, not a profiler's."""
 
 WRAPPER_CATEGORIES = frozenset(
-    {"user_annotation", "gpu_user_annotation", PYTHON_CATEGORY, "Trace", OVERFLOW_CATEGORY}
+    {"user_annotation", "gpu_user_annotation", "cuda_sync", PYTHON_CATEGORY, "Trace", OVERFLOW_CATEGORY}
 )
-"""Categories of slices around work (ProfilerStep, stack frames). They span idle time too: not busy time."""
+"""Categories of slices around work (ProfilerStep, stack frames). They span idle time too: not busy time.
+
+Kineto draws ``cuda_sync`` (``enable_cuda_sync_events``) on the stream that the host, or another stream, waits
+for."""
 
 COMMUNICATION_KERNELS = re.compile(
-    r"nccl|rccl|multimem_|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b|cross_device_reduce|one_shot_all_reduce"
+    r"nccl|rccl|multimem_|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b|\bhcom_|cross_device_reduce|one_shot_all_reduce"
     r"|two_shot_all_reduce",
     re.IGNORECASE,
 )

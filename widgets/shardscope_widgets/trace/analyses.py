@@ -354,7 +354,10 @@ def describe_idle(trace: Trace) -> AnalysisPage:
     launches = trace.launches()
     sentences = []
     if has_gpu_work(trace):
-        sentences.append("Host-bound: the work that ends the gap was launched after the gap had begun.")
+        sentences.append(
+            "Host-bound: the work that ends the gap was launched after the gap had begun. If it then waited "
+            "for more than 0.2 ms, the rest of the gap is other idle time."
+        )
     else:
         sentences.append(f"{NO_GPU}: host-bound is the time between operators, in Python and the dispatcher.")
     if launches:

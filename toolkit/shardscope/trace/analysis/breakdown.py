@@ -27,7 +27,12 @@ HOST_BOUND, COLLECTIVE_WAIT, DATA_WAIT, OTHER = (
     "other",
 )
 CAUSES = (HOST_BOUND, COLLECTIVE_WAIT, DATA_WAIT, OTHER)
-"""Causes of idle time. Host-bound: the work that ends the gap was launched after the gap had begun."""
+"""Causes of idle time. Host-bound: the work that ends the gap was launched after the gap had begun. Of a gap
+that lasts longer than :data:`MAX_LAUNCH_LATENCY_NS` beyond that launch, only the time until the launch is."""
+
+MAX_LAUNCH_LATENCY_NS = 200_000
+"""Longest time from the end of a launch to its work that counts as the launch's: kernels take a few
+microseconds, CUDA graphs up to 0.2 ms. Work that begins later waited for something on the GPU."""
 
 _BARRIERS = re.compile(r"^c10d::(?:monitored_)?barrier")
 
@@ -220,9 +225,10 @@ def _find_host_collectives(trace: Trace, rank: RankActivity) -> Intervals:
 
 
 def _find_host_bound(trace: Trace, rank: RankActivity, gaps: Intervals) -> Intervals:
-    """Return the gaps of a GPU whose next work was launched after the gap had begun: nothing was queued.
+    """Return the time in which a GPU had nothing queued: until the next work, which was launched in the gap.
 
-    Nothing was queued in the gap after the last work either.
+    Work that begins long after its launch waited in its queue: there the time ends with the launch. Nothing
+    was queued in the gap after the last work either.
     """
     activity = trace.activity
     work = np.flatnonzero(activity.is_gpu_work[rank.index]) + rank.index.start
@@ -231,8 +237,11 @@ def _find_host_bound(trace: Trace, rank: RankActivity, gaps: Intervals) -> Inter
     has_next = following < len(work)
     launches = activity.launches[work[np.minimum(following, len(work) - 1)]]
     launched_late = has_next & (launches >= 0) & (trace.start_ns[launches] >= gaps.start)
+    launched = np.maximum(activity.end_ns[launches], gaps.start)
+    is_queued = launched_late & (gaps.end - launched > MAX_LAUNCH_LATENCY_NS)
+    end = np.where(is_queued, launched, gaps.end)
     launched_late |= ~has_next & bool((activity.launches[work] >= 0).any())
-    return Intervals(gaps.start[launched_late], gaps.end[launched_late])
+    return merge_intervals(gaps.start[launched_late], end[launched_late])
 
 
 def _find_python_time(trace: Trace, rank: RankActivity) -> Intervals:

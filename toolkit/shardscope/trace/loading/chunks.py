@@ -168,7 +168,7 @@ def _read_ids(rows: list[Event]) -> Int64s:
     decode = _CORRELATION.decode
     ids = np.full(len(rows), -1, np.int64)
     for position, event in enumerate(rows):
-        if event.ph == "X":
+        if event.ph in ("X", "B"):
             if event.cat in CORRELATED_CATEGORIES:
                 try:
                     number = decode(event.args).correlation

@@ -22,7 +22,7 @@ from shardscope.trace.loading.pairs import Columns
 from shardscope.trace.loading.rank_columns import MARK_COLUMNS, SLICE_COLUMNS, RankColumns, RankTexts
 from shardscope.trace.nesting import MAX_ROWS
 
-FORMAT = b"shardscope trace columns 2\n"
+FORMAT = b"shardscope trace columns 3\n"
 """First line of the format; a change of columns or of what they mean changes its number."""
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 2**30

@@ -98,7 +98,9 @@ def pair_ends(
     end_ns = np.array(ends, np.int64)
     paired["duration_ns"] = np.where(end_ns == chunks.ABSENT, last_ns, end_ns) - paired["start_ns"]
     paired["key"] = np.array(of_key, np.int64)
-    paired["id"] = np.full(len(begins), -1, np.int64)
+    # Work keeps its correlation id; that of asynchronous pairs has served its purpose.
+    is_thread = events["phase"][np.array(begins, np.int64)] == chunks.BEGIN
+    paired["id"] = np.where(is_thread, paired["id"], -1)
     return concatenate([slices, paired])
 
 

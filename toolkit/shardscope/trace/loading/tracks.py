@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Literal
 
@@ -13,6 +14,9 @@ from shardscope.trace.categories import GPU_CATEGORIES, OVERFLOW_CATEGORY, PYTHO
 from shardscope.trace.loading.chunks import ChunkTexts, Int64s, Key, as_integers
 from shardscope.trace.loading.pairs import ASYNC_PREFIX, Columns, concatenate, reorder, select
 from shardscope.trace.nesting import MAX_ROWS, compute_nesting_depth
+
+_STREAM = re.compile(r"stream \d", re.IGNORECASE)
+_STREAM_PREFIX = re.compile(r"^stream ", re.IGNORECASE)
 
 Kind = Literal["cpu", "gpu", "python", "async"]
 
@@ -181,6 +185,8 @@ def _find_kinds(slices: Columns, categories: list[str], keys: list[Key], texts: 
             kinds.append("async")
         else:
             is_gpu = bool(gpu_share[position] > 0.5) or process in gpu_processes
+            # Converters of Nsight Systems' reports write all work with category "cuda", on named streams.
+            is_gpu |= isinstance(thread, str) and _STREAM.match(thread) is not None
             kinds.append("gpu" if is_gpu else "cpu")
     return kinds
 
@@ -205,7 +211,7 @@ def _name_keys(keys: list[Key], gpu: list[bool], texts: TrackTexts) -> list[str]
     processes = {process for (process, _), is_gpu in zip(keys, gpu, strict=True) if not is_gpu}
     names = []
     for (process, thread), is_gpu in zip(keys, gpu, strict=True):
-        number = str(thread).removeprefix("stream ").strip()
+        number = _STREAM_PREFIX.sub("", str(thread)).strip()
         known = texts.thread_names.get((process, thread), "")
         if is_gpu:
             # Kineto names streams "stream 7 7", which repeats the number.
@@ -229,7 +235,7 @@ def _name_keys(keys: list[Key], gpu: list[bool], texts: TrackTexts) -> list[str]
 
 def _stream_sort_key(process: int | str, stream: int | str) -> tuple[str, float, str]:
     # torch before 1.11 wrote "stream 7" as the thread of a stream.
-    number = str(stream).removeprefix("stream ").strip()
+    number = _STREAM_PREFIX.sub("", str(stream)).strip()
     return (
         str(process).zfill(12),
         float(number) if number.isdigit() and len(number) < 20 else float("inf"),

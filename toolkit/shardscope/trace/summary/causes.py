@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypedDict
 
+import numpy as np
+
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.breakdown import (
     COLLECTIVE_WAIT,
     DATA_WAIT,
     HOST_BOUND,
     OTHER,
+    BreakdownRow,
     IdleRow,
     compute_idle,
 )
@@ -177,8 +180,10 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
     num_steps = trace.activity.steps_by_rank
     compute: dict[str, float] = {}
     by_name: dict[tuple[str, str], float] = {}
+    # Kernels that copy are compute, such as those of torch.cat. The copy engine's are not.
+    engine_copies = _list_engine_copies(trace)
     for row in kernels:
-        if row["kind"] not in _NO_COMPUTE:
+        if row["kind"] not in _COMMUNICATION and row["name"] not in engine_copies:
             seconds = row["total_seconds"] / num_steps[row["rank"]] / len(trace.ranks)
             compute[row["kind"]] = compute.get(row["kind"], 0.0) + seconds
             key = row["name"], row["kind"]
@@ -186,15 +191,19 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
     total = sum(compute.values())
     if not total:
         return
+    busy = _measure_compute(trace)
     what = "kernels" if any(rank.on_gpu for rank in trace.activity.ranks) else "operators"
     for kind in sorted(compute, key=lambda one: -compute[one])[:1]:
-        kind_rows = [row for row in kernels if row["kind"] == kind]
+        kind_rows = [row for row in kernels if row["kind"] == kind and row["name"] not in engine_copies]
         top = max(kind_rows, key=lambda row: row["total_seconds"])
         title = "Unclassified" if kind == "other" else kind.capitalize()
         calls = format_number_of(top["num_calls"] / num_steps[top["rank"]], "call")
         per_step = " a step" if trace.activity.has_steps else ""
+        # Kernels of several streams or GPUs that run at a time add up to more than the time of compute.
+        concurrent = ", added up over kernels that run at a time" if total > 1.05 * busy else ""
+        share_text = _format_share(trace, compute[kind], step_seconds) + concurrent
         text = (
-            f"{title} {what} take most compute, {_format_share(trace, compute[kind], step_seconds)}; "
+            f"{title} {what} take most compute, {share_text}; "
             f"the costliest is {shorten_name(top['name'])}, {calls}{per_step} of "
             f"{format_seconds(top['mean_seconds'])} each"
         )
@@ -241,20 +250,42 @@ def _locate_kernel(row: KernelRow) -> tuple[int, str, float, float]:
     return row["rank"], row["track"], row["start_seconds"], row["start_seconds"] + row["longest_seconds"]
 
 
-_NO_COMPUTE = frozenset(
-    {"copy", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "barrier",
+_COMMUNICATION = frozenset(
+    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "barrier",
      "reduce", "gather", "scatter", UNKNOWN_KIND}
 )  # fmt: skip
-"""Classes of :meth:`Trace.kernels` that compute nothing."""
+"""Classes of :meth:`Trace.kernels` that communicate."""
+
+
+def _list_engine_copies(trace: Trace) -> frozenset[str]:
+    """Return the names of the copies by the GPU's copy engines (Memcpy, Memset)."""
+    return frozenset(trace.names[i] for i in np.unique(trace.name_index[trace.activity.is_copy]).tolist())
+
+
+def _list_step_rows(trace: Trace) -> list[BreakdownRow]:
+    """Return the rows of steps, and of the whole recording for ranks without marks of steps."""
+    unmarked = {rank.rank for rank in trace.activity.ranks if not rank.steps}
+    return [*trace.steps(), *(row for row in trace.breakdown() if row["rank"] in unmarked)]
+
+
+def _measure_compute(trace: Trace) -> float:
+    """Return a step's seconds of compute, averaged over ranks; concurrent kernels count once."""
+    num_steps = trace.activity.steps_by_rank
+    rows = _list_step_rows(trace)
+    return sum(row["compute_seconds"] / num_steps[row["rank"]] for row in rows) / len(trace.ranks)
 
 
 def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterator[Cause]:
     """Yield exposed copies, if they take 2 % of a step."""
     num_steps = trace.activity.steps_by_rank
-    unmarked = {rank.rank for rank in trace.activity.ranks if not rank.steps}
-    rows = [*trace.steps(), *(row for row in trace.breakdown() if row["rank"] in unmarked)]
+    rows = _list_step_rows(trace)
     seconds = sum(row["copy_seconds"] / num_steps[row["rank"]] for row in rows) / len(trace.ranks)
-    copies = [row for row in kernels if row["kind"] == "copy" and row["bytes_per_second"] is not None]
+    engine_copies = _list_engine_copies(trace)
+    copies = [
+        row
+        for row in kernels
+        if row["kind"] == "copy" and row["name"] in engine_copies and row["bytes_per_second"] is not None
+    ]
     if seconds < MIN_SHARE * step_seconds or not copies:
         return
     top = max(copies, key=lambda row: row["total_seconds"])

@@ -15,6 +15,7 @@ from shardscope.core.number_format import format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.breakdown import BreakdownRow, StepRow
 from shardscope.trace.analysis.collectives import measure_step
+from shardscope.trace.analysis.intervals import measure_within, merge_intervals
 from shardscope.trace.analysis.kernels import shorten_name
 from shardscope.trace.analysis.stragglers import find_stragglers
 from shardscope.trace.nesting import compute_union_ns
@@ -242,7 +243,8 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     """Yield the sentences: what was recorded, where a step's time goes, what costs most, and comparisons."""
     steps, step_seconds = trace.steps(), measure_step(trace)
     yield Sentence(text=_describe_size(trace))
-    yield Sentence(text=_describe_shares(trace, steps))
+    # One sentence, because pages have it as a heading: shares of several GPUs mislead without that of each.
+    yield Sentence(text=f"{_describe_shares(trace, steps)} {_describe_several_gpus(trace)}".rstrip())
     if not step_seconds:
         return  # no recorded slice has any length
     collectives = trace.collectives()
@@ -307,6 +309,35 @@ def _describe_shares(trace: Trace, steps: Table[StepRow]) -> str:
         subject = "The GPUs' work was not recorded; time of the CPU threads that launch it,"
     whole = "of a step" if steps else "of the recording"
     return f"{subject} {whole}: {', '.join(parts)}." if parts else "No step has any length."
+
+
+def _describe_several_gpus(trace: Trace) -> str:
+    """Return a sentence on ranks with several GPUs, as of ``device_map="auto"``; empty if there are none."""
+    activity = trace.activity
+    processes = [str(track.process) for track in trace.tracks]
+    shares: dict[int, list[float]] = {}
+    for rank in activity.ranks:
+        work = np.flatnonzero(activity.is_gpu_work[rank.index]) + rank.index.start
+        names = np.array(processes)[trace.track_index[work]]
+        gpus = np.unique(names)
+        if len(gpus) < 2:
+            continue
+        start = rank.steps[0].start_ns if rank.steps else rank.start_ns
+        end = rank.steps[-1].end_ns if rank.steps else rank.end_ns
+        for gpu in gpus:
+            own = work[names == gpu]
+            busy = merge_intervals(trace.start_ns[own], activity.end_ns[own])
+            (busy_ns,) = measure_within(busy, np.array([start]), np.array([end])).tolist()
+            shares.setdefault(rank.rank, []).append(100 * busy_ns / max(end - start, 1))
+    if not shares:
+        return ""
+    first, values = next(iter(shares)), [share for one in shares.values() for share in one]
+    others = f", as do {format_number_of(len(shares) - 1, 'other rank')}" if len(shares) > 1 else ""
+    whole = "a step" if activity.has_steps else "the recording"
+    return (
+        f"Rank {first} has work on {len(shares[first])} GPUs{others}: these shares count time in which "
+        f"any of them works; each alone is busy {_format_range(min(values), max(values))} % of {whole}."
+    )
 
 
 _LAUNCH = re.compile(r"(?:cuda|hip)Launch|nccl:|rccl:")
