@@ -356,6 +356,7 @@ def write_command(folder: Path, name: str, script: str, mode: int = 0o755) -> No
         (Job("CANCELLED", "", "", "", False), [], "stopped", "cancelled (scancel) job 7 before it started"),
         (Job("CANCELLED", "", "", "", False), [{"command": "stop"}], "stopped", "run.stop() was called"),
         (Job("FAILED", "", "", "", False), [], "failed", "ended as FAILED"),
+        (Job("FAILED", "", "", "n7", False), [], "failed", "most likely its nodes (n7) do not see /"),
         (None, [], "failed", "not known to Slurm any more"),
     ],
 )
@@ -383,10 +384,14 @@ def test_a_job_that_has_just_ended_is_not_being_submitted(
 ) -> None:
     """Until the files of its nodes would be visible, its run was "queued: being submitted"."""
     folder = write_queued_run(tmp_path)
-    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("CANCELLED", "", "", "", False))
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("CANCELLED", "", "", "n[1-2]", False))
     run = ss.Run.attach(folder.path)
     assert wait_until(lambda: "job 7 has ended (CANCELLED)" in run.reason)
     assert run.status == "stopping" and "submitted" not in run.reason
+    # One that never had nodes has no files that may come.
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("CANCELLED", "", "", "", False))
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: run.status == "stopped")
 
 
 def test_the_reason_of_a_job_that_starts_is_not_that_of_its_submission(

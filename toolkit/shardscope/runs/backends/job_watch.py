@@ -90,7 +90,9 @@ class JobWatch:
         # Ended, or forgotten (slurm.conf(5), MinJobAge), and no node has written anything.
         if self._ended_since is None:
             self._ended_since = time.monotonic()
-        if time.monotonic() - self._ended_since < PATIENCE_SECONDS:
+        # A job that never had nodes has no files to wait for.
+        never_started = job is not None and job.state == "CANCELLED" and not job.nodes
+        if not never_started and time.monotonic() - self._ended_since < PATIENCE_SECONDS:
             state = f"has ended ({job.state})" if job is not None else "is not known to Slurm any more"
             reason = f"{before}job {job_id} {state}; waiting {PATIENCE_SECONDS:.0f} s for the nodes' files"
             return {"status": "stopping", "reason": reason}
@@ -171,6 +173,11 @@ class JobWatch:
         failed_setup = describe_failed_setup(self._folder)
         line, log = read_job_log(self._folder)
         if not log:
+            where = f" ({job.nodes})" if job is not None and job.nodes else ""
+            reason += (
+                f", nor has it a log there: most likely its nodes{where} do not see {self._folder.path}. Use "
+                f"folder= on a file system that they share. Slurm's record: scontrol show job {job_id}"
+            )
             return {"status": "failed", "reason": reason}
         causes = "; ".join(filter(None, (failed_setup, f"{find_job_log(self._folder)} ends with: {line}")))
         text = ". ".join(filter(None, (reason, causes, advise(line))))
