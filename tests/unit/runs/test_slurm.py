@@ -405,6 +405,16 @@ def test_the_reason_of_a_job_that_starts_is_not_that_of_its_submission(
     assert wait_until(lambda: run.reason == "job 7 has started on n[1-2]")
 
 
+def test_a_stop_that_slurm_has_not_heard_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its job waited on, and nothing said so."""
+    folder = write_queued_run(tmp_path)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("PENDING", "Resources", "", "", False))
+    append_line(folder.control, {"command": "stop", "time": time.time() - 60})
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: run.reason.endswith("ends it when it starts, and run.stop() or scancel 7 now"))
+    assert run.status == "queued" and run.reason.startswith("job 7 waits: Resources; the stop")
+
+
 @pytest.mark.parametrize(
     ("reason", "text"),
     [

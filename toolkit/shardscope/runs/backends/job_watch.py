@@ -14,6 +14,7 @@ import time
 from shardscope.records.attempts import has_begun
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import partial_file, read_json, read_lines, write_json
+from shardscope.records.json_values import is_number
 from shardscope.runs.backends.job_log import advise, describe_failed_setup, find_job_log, read_job_log
 from shardscope.runs.backends.slurm_job import Job, SlurmError, explain_end, read_job, read_job_id
 from shardscope.runs.stop_request import describe_stop_request
@@ -79,14 +80,16 @@ class JobWatch:
             return {"status": "lost", "reason": "its job was never submitted"} if is_overdue else None
         job, is_answered, problem = self._get_answer(job_id)
         before = f"{recorded}; " if recorded else ""
+        stop = self._describe_unheard_stop(job_id)
         if problem:
-            reason = f"{before}job {job_id}; Slurm does not answer: {problem}"
+            reason = f"{before}job {job_id}; Slurm does not answer: {problem}{stop}"
             return {"status": "queued", "reason": reason}
         if not is_answered:
-            return {"status": "queued", "reason": recorded or f"job {job_id}"}
+            return {"status": "queued", "reason": f"{recorded or f'job {job_id}'}{stop}"}
         if job is not None and job.is_live:
             self._ended_since = None
-            return describe_live_job(job_id, job, before)
+            live = describe_live_job(job_id, job, before)
+            return {**live, "reason": f"{live['reason']}{stop}"} if job.is_waiting else live
         # Ended, or forgotten (slurm.conf(5), MinJobAge), and no node has written anything.
         if self._ended_since is None:
             self._ended_since = time.monotonic()
@@ -155,15 +158,31 @@ class JobWatch:
                 self._answer_time, self._is_asking = time.monotonic(), False
                 self._answered.set()
 
-    def _describe_end(self, job_id: str, job: Job | None) -> dict[str, object]:
+    def _find_stop(self) -> dict[str, object] | None:
+        """Return the first stop that a user has requested; None if there is none."""
         lines = read_lines(self._folder.control)
         # Those of an earlier attempt itself have put the job back into the queue.
-        stops = [line for line in lines if line.get("command") == "stop" and line.get("attempt") is None]
+        stops = (line for line in lines if line.get("command") == "stop" and line.get("attempt") is None)
+        return next(stops, None)
+
+    def _describe_unheard_stop(self, job_id: str) -> str:
+        """Return what becomes of a stop that has not cancelled the job; empty if there is none.
+
+        Slurm did not answer when it was requested. A reader cancels nothing: the folder may be another
+        user's, and its job's id that of any job.
+        """
+        requested = (self._find_stop() or {}).get("time")
+        if not is_number(requested) or time.time() - requested < STALE_SECONDS:
+            return ""
+        return f"; the stop that was requested ends it when it starts, and run.stop() or scancel {job_id} now"
+
+    def _describe_end(self, job_id: str, job: Job | None) -> dict[str, object]:
+        stop = self._find_stop()
         again = " again" if has_begun(self._folder) else ""
-        if stops:
+        if stop is not None:
             return {
                 "status": "stopped",
-                "reason": f"{describe_stop_request(stops[0])} before any rank started{again}",
+                "reason": f"{describe_stop_request(stop)} before any rank started{again}",
             }
         if job is not None and job.state == "CANCELLED":
             reason = f"Slurm {explain_end(job)} job {job_id} before it started{again}"
