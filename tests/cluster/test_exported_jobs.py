@@ -103,6 +103,29 @@ def test_the_sbatch_file_trains_on_two_nodes_as_on_one_machine(
     assert across == pytest.approx(train_here(framework, tmp_path / "machine"), abs=1e-5)
 
 
+@thorough()
+def test_a_node_that_fails_ends_the_sbatch_job(slurm: TwoNodeSlurm, tmp_path: Path) -> None:
+    """Rank 0 waited for it in a collective, and the job kept both nodes until its time limit."""
+    folder = export("ddp", "2x1xcpu", tmp_path / "nodes")
+    (folder / "train.py").write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    raise SystemExit('no memory left')\n"
+        f"time.sleep({2 * SECONDS})\n"
+    )
+    done = subprocess.run(
+        ["sbatch", "--wait", "--output=log.txt", "job.sbatch"],
+        cwd=folder,
+        env=build_environment(),
+        capture_output=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    log = (folder / "log.txt").read_text()
+    assert done.returncode == 1 and "no memory left" in log and "node2: task 1: Exited" in log, log
+    assert find_ranks(folder) == set()
+
+
 @every_case()
 def test_the_ray_job_and_the_command_line_train_on_two_ray_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -78,8 +78,13 @@ def test_the_sbatch_file_starts_torchrun_on_each_node(framework: str, tmp_path: 
     write_program(
         tmp_path / "bin", "scontrol", 'echo "NodeName=$4 Arch=x NodeAddr=10.0.0.7 NodeHostName=h"\n'
     )
-    # srun starts the same command on each node, where the number of the node differs.
-    write_program(tmp_path / "bin", "srun", 'SLURM_NODEID=0 "$@"; SLURM_NODEID=1 "$@"\n')
+    # srun starts the same command on each node, where the number of the node differs. Without the option a
+    # torchrun that fails leaves those of the other nodes waiting.
+    write_program(
+        tmp_path / "bin",
+        "srun",
+        '[ "$1" = --kill-on-bad-exit=1 ] || exit 1; shift\nSLURM_NODEID=0 "$@"; SLURM_NODEID=1 "$@"\n',
+    )
     variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "123456"}
     job = "train.sbatch" if framework == "megatron" else "job.sbatch"
     lines = run_bash(tmp_path, job, "--steps", "a b", **variables)

@@ -147,6 +147,7 @@ def test_attempts_without_progress_are_bounded(folder: RunFolder, monkeypatch: p
         if status.status != "queued":
             break
     assert attempt == 5 and "3 attempts in a row" in status.reason, (attempt, status)
+    assert "a longer ss.Slurm(time=)" in status.reason
     assert len(requested) == 4
 
 

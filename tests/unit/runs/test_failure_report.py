@@ -202,6 +202,17 @@ def test_fault_10_the_fix_after_a_kill_is_for_host_memory(
     assert unwatched.reason == "rank 0 was killed by SIGKILL" and "prevented" not in unwatched.text
 
 
+def test_a_rank_that_its_supervisor_killed_has_not_failed_as_well(tmp_path: Path) -> None:
+    """Rank 0 of another node waited in a collective for rank 1, and "was killed as well"."""
+    folder = run_folder(tmp_path, make_plan(ss.Layout.ddp(), "2xcpu"), trains_the_plan=True)
+    append_line(folder.exits, {"time": 2.0, "rank": 0, "code": -9, "was_ended": True})
+    append_line(folder.exits, {"time": 1.0, "rank": 1, "code": -9})
+    failures = find_failures(folder, 2)
+    assert [(failure.rank, failure.is_consequence) for failure in failures] == [(1, False), (0, True)]
+    text = explain_failures(failures, read_json(folder.run_json) or {}).text
+    assert "were ended for it:\n  rank 0 was killed by SIGKILL" in text and "as well" not in text
+
+
 def test_fault_10_only_the_last_error_in_a_log_counts(tmp_path: Path) -> None:
     """A log tells of shortages that were handled; what follows the last traceback is the end."""
     folder = run_folder(tmp_path, make_plan(ss.Layout.ddp()))

@@ -26,7 +26,7 @@ from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.ray import coordinator as ray_coordinator
 from shardscope.runs.backends.ray import submission as ray_submission
 from shardscope.runs.backends.ray import watch as ray_watch
-from shardscope.runs.backends.ray.coordinator import Coordinator
+from shardscope.runs.backends.ray.coordinator import Coordinator, describe_node_exit
 from shardscope.runs.backends.ray.node import find_interface
 from shardscope.runs.backends.ray.submission import build_bundle, check_ray_submission, select_nodes
 from shardscope.runs.backends.ray.submission_process import describe_error, describe_node
@@ -394,3 +394,15 @@ def test_a_coordinator_that_fails_masks_its_log_and_gives_its_nodes_back(
     with pytest.raises(RuntimeError):
         coordinator._run()
     assert len(was_given_back) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "text"),
+    [
+        (-9, "", "was ended by SIGKILL"),
+        (3, "\n", "ended with exit code 3"),
+        (1, "no room\n", "ended with exit code 1: no room"),
+    ],
+)
+def test_the_end_of_a_nodes_process_has_no_open_colon(code: int, output: str, text: str) -> None:
+    assert describe_node_exit(code, output) == text

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from traceback import format_exception
 from typing import Any
@@ -20,10 +21,12 @@ from tests.requirements import skip_without
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.machine.processes import identify_machine
+from shardscope.records.attempts import write_beginning
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
 from shardscope.runs.backends import end_notice, job_watch, node_process, nodes, slurm_job, slurm_submission
 from shardscope.runs.backends.job_log import (
+    advise,
     describe_failed_setup,
     find_job_log,
     read_job_log,
@@ -79,6 +82,29 @@ def test_invalid_fields_raise(fields: dict[str, Any], field: str) -> None:
         ss.Slurm(**fields)
     assert refused.value.field == field and "Nearest fix" in str(refused.value)
     assert "aB3" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fix"),
+    [
+        ({"time": "2h"}, "120"),
+        ({"time": "90 min"}, "90"),
+        ({"time": timedelta(days=1)}, "1440"),
+        ({"time": 90.5}, "91"),
+        ({"time": "soon"}, "'1:00:00'"),
+        ({"partition": "a100,h100"}, "'a100'"),
+        ({"account": ""}, "'main'"),
+        ({"extra": {"--cpus-per-task": 4}}, "'cpus-per-task'"),
+        ({"extra": {"--mem=4G": True}}, "'mem'"),
+        ({"python": ""}, "leave it out"),
+        ({"python": "srun\npython"}, "'srun python'"),
+        ({"setup": ["a\nb"]}, "a line each, in a list"),
+    ],
+)
+def test_the_nearest_fix_is_what_the_value_most_likely_means(fields: dict[str, Any], fix: str) -> None:
+    with pytest.raises(FieldError) as refused:
+        ss.Slurm(**fields)
+    assert str(refused.value).endswith(f"Nearest fix: {fix}.")
 
 
 def test_valid_fields_survive_pickling() -> None:
@@ -330,6 +356,7 @@ def write_command(folder: Path, name: str, script: str, mode: int = 0o755) -> No
         (Job("CANCELLED", "", "", "", False), [], "stopped", "cancelled (scancel) job 7 before it started"),
         (Job("CANCELLED", "", "", "", False), [{"command": "stop"}], "stopped", "run.stop() was called"),
         (Job("FAILED", "", "", "", False), [], "failed", "ended as FAILED"),
+        (Job("FAILED", "", "", "n7", False), [], "failed", "most likely its nodes (n7) do not see /"),
         (None, [], "failed", "not known to Slurm any more"),
     ],
 )
@@ -350,6 +377,58 @@ def test_status_before_a_node_has_started(
     while run.reason == "job 7":  # Slurm is asked in a thread.
         pass
     assert run.status == status and text in run.reason
+
+
+def test_a_job_that_has_just_ended_is_not_being_submitted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Until the files of its nodes would be visible, its run was "queued: being submitted"."""
+    folder = write_queued_run(tmp_path)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("CANCELLED", "", "", "n[1-2]", False))
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: "job 7 has ended (CANCELLED)" in run.reason)
+    assert run.status == "stopping" and "submitted" not in run.reason
+    # One that never had nodes has no files that may come.
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("CANCELLED", "", "", "", False))
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: run.status == "stopped")
+
+
+def test_the_reason_of_a_job_that_starts_is_not_that_of_its_submission(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After node 0 had recorded the beginning, the reason was "being submitted; job 7 has started"."""
+    folder = write_queued_run(tmp_path)
+    write_beginning(NodeFolder(folder.path, 0, 2), checkpoint=None, from_step=0, control_bytes=0)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("RUNNING", "", "", "n[1-2]", False))
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: run.reason == "job 7 has started on n[1-2]")
+
+
+def test_a_stop_that_slurm_has_not_heard_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its job waited on, and nothing said so."""
+    folder = write_queued_run(tmp_path)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("PENDING", "Resources", "", "", False))
+    append_line(folder.control, {"command": "stop", "time": time.time() - 60})
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: run.reason.endswith("ends it when it starts, and run.stop() or scancel 7 now"))
+    assert run.status == "queued" and run.reason.startswith("job 7 waits: Resources; the stop")
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("Resources", "job 7 waits: Resources"),
+        ("JobHeldUser", "job 7 waits: JobHeldUser (it is held until you release it: scontrol release 7)"),
+        ("PartitionTimeLimit", "another ss.Slurm(time=)"),
+        ("ReqNodeNotAvail,_UnavailableNodes:n[1-2]", "ReqNodeNotAvail, UnavailableNodes:n[1-2] (sinfo -R"),
+        ("launch_failed_requeued_held", "launch failed requeued held (a node could not start it"),
+    ],
+)
+def test_a_reason_that_needs_somebody_to_act_has_advice(reason: str, text: str) -> None:
+    state = job_watch.describe_live_job("7", Job("PENDING", reason, "", "", preempted=False))
+    assert state["status"] == "queued" and text in str(state["reason"])
+    assert ("(" in str(state["reason"])) == (reason != "Resources")
 
 
 def test_a_suspended_job_is_named_and_its_run_is_not_ending(
@@ -412,6 +491,22 @@ def test_the_reason_of_a_failed_job_is_the_cause_in_its_log(tmp_path: Path) -> N
     for blank in ("", "\n"):
         log.write_text(blank)
         assert read_job_log(folder) == ("", "") and find_job_log(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("slurmstepd: error: execve(): /opt/python: No such file or directory", "ss.Slurm(python=...)"),
+        (
+            "/usr/bin/python3: Error while finding module specification for 'submitit.core._submit' "
+            "(ModuleNotFoundError: No module named 'submitit')",
+            'pip install "shardscope[slurm]"',
+        ),
+        ("slurmstepd: error: Detected 1 oom_kill event", ""),
+    ],
+)
+def test_a_python_that_the_nodes_lack_has_a_fix(line: str, advice: str) -> None:
+    assert advice in advise(line) and bool(advise(line)) == bool(advice)
 
 
 @pytest.mark.parametrize("sets_e", [False, True])

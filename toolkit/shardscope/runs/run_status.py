@@ -11,7 +11,6 @@ from pathlib import Path
 
 from shardscope.machine.os_errors import describe_os_error, is_absent
 from shardscope.machine.processes import identify_machine, is_alive
-from shardscope.records.attempts import has_begun
 from shardscope.records.folder import FINAL, RAY, STATUSES, NodeFolder, RunFolder
 from shardscope.records.folder_checks import check_transition
 from shardscope.records.json_files import (
@@ -49,6 +48,7 @@ class RunStatus:
         self._lock = threading.Lock()
         self._records = LineTail(folder.status)
         self._last_transition: dict[str, object] = {"status": "starting", "reason": "", "time": time.time()}
+        self._num_transitions = 0
         self._heartbeat = (0.0, time.monotonic())
         self._seen = time.monotonic()
         """Monotonic time at which the last transition was read."""
@@ -67,7 +67,8 @@ class RunStatus:
                     if by_stream is not None:
                         return by_stream
                 if self._job is not None and self._is_waiting():
-                    is_again = self._last_transition["status"] == "queued" and has_begun(self._folder)
+                    # The first reason is the launch's: "being submitted".
+                    is_again = self._last_transition["status"] == "queued" and self._num_transitions > 1
                     recorded = str(self._last_transition["reason"]) if is_again else ""
                     return self._job.describe(self._find_age(), recorded) or self._last_transition
                 reason = self._explain_lost_supervisor()
@@ -148,11 +149,13 @@ class RunStatus:
             if "status" in record:
                 check_transition(self._folder, record)
                 self._last_transition = {"reason": "", **record}
+                self._num_transitions += 1
 
     def _read_records(self) -> None:
         for record in self._records.read(MAX_LINES_BYTES):
             if _is_transition(record):
                 self._last_transition, self._seen = {"reason": "", **record}, time.monotonic()
+                self._num_transitions += 1
 
     def _explain_lost_supervisor(self) -> str | None:
         """Return why the supervisor is gone, or None if it is alive.

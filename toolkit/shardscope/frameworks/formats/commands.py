@@ -30,6 +30,10 @@ INHERIT_CPUS = """\
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 """
 """Line of a job for CPU ranks; a GPU job has the whole node."""
+SHARE_NODES = (
+    "The job gets whole nodes. To share them, replace --exclusive and --mem=0 by --cpus-per-task and --mem, "
+    "and pass --cpus-per-task to srun too."
+)
 
 
 def render_commands(plan: Plan, program: str, *, needs: str = "", environment: str = "") -> list[Exported]:
@@ -139,19 +143,23 @@ def _render_sbatch(plan: Plan, program: str, needs: str, environment: str) -> st
             else [f"--cpus-per-task={per_node}"]
         ),
     ]
+    # srun(1), --kill-on-bad-exit: otherwise the other nodes' ranks wait in a collective for those of a node
+    # whose torchrun has failed, and the job keeps all nodes until its time limit.
+    srun = "srun --kill-on-bad-exit=1" if nodes > 1 else "srun"
     # SLURM_SUBMIT_DIR and not the script's folder: Slurm runs a copy of the script from its spool directory.
     sentences = [
         "Submit it from this folder. Partition, account and time limit depend on the cluster: pass them to "
         "sbatch.",
+        *([SHARE_NODES] if plan.on_gpu else []),
         *([needs] if needs else []),
     ]
-    find_head, start = "", f"exec srun torchrun {build_torchrun_arguments(plan)[0]} {program}"
+    find_head, start = "", f"exec {srun} torchrun {build_torchrun_arguments(plan)[0]} {program}"
     if nodes > 1:
         find_head = FIND_HEAD_NODE
         # A shell on each node, because srun tells a task its node's number in an environment variable only.
         start = (
-            "# srun runs one torchrun on each node; rank 0 is on the first.\n"
-            f"exec srun bash -c 'exec torchrun --nnodes {nodes} --nproc-per-node {per_node} \\\n"
+            "# srun runs one torchrun on each node, and ends all when one fails; rank 0 is on the first.\n"
+            f"exec {srun} bash -c 'exec torchrun --nnodes {nodes} --nproc-per-node {per_node} \\\n"
             '  --node-rank "$SLURM_NODEID" --master-addr "$HEAD_ADDRESS" --master-port "$PORT" "$@"\' \\\n'
             f"  torchrun {program}"
         )

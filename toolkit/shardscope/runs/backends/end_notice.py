@@ -60,7 +60,9 @@ def read_end_notice(job_id: str, attempt: int, *, is_warning: bool) -> EndNotice
             seconds,
         )
     if job.restarts >= attempt:
-        why = f"Slurm has put job {job_id} back into the queue (preemption or scontrol requeue)"
+        why = (
+            f"Slurm has put job {job_id} back into the queue (preemption, a failed node, or scontrol requeue)"
+        )
         return EndNotice("requeued", why, _find_kill_seconds())
     if job.preempted:
         # After its grace time the job has KillWait seconds, too.

@@ -25,6 +25,8 @@ WATCH_SETUP = (
 Not by ``BASH_COMMAND``: of a function such as ``module`` that is its last command. Conditions, all but the
 last command of a pipe, and the lines of a sourced file may fail, unless ``source`` itself does."""
 END_OF_SETUP = "trap - ERR"
+MISSING_PROGRAM = re.compile(r"execve\(\): (.+): No such file or directory")
+MISSING_MODULE = re.compile(r"No module named '?([\w.]+)")
 
 
 def watch_setup(lines: Sequence[str]) -> list[str]:
@@ -67,6 +69,16 @@ def read_job_log(folder: RunFolder) -> tuple[str, str]:
     own = [line for line in causes if not FAILED_SETUP.match(line)] or causes
     quoted = "\n".join(lines[-QUOTED_LINES:])
     return _shorten(own[-1]), f"The end of the job's log, {path} in the run folder:\n{quoted}"
+
+
+def advise(line: str) -> str:
+    """Return what to do about the line with the cause, as a sentence; empty if it names no Python."""
+    if program := MISSING_PROGRAM.search(line):
+        return f"The nodes do not have {program[1]}: name their Python in ss.Slurm(python=...)."
+    if MISSING_MODULE.search(line):
+        install = 'run pip install "shardscope[slurm]" with it, or name another one in ss.Slurm(python=...)'
+        return f"The nodes' Python lacks that package: {install}."
+    return ""
 
 
 def _list_logs(folder: RunFolder) -> list[Path]:

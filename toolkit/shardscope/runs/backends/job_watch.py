@@ -14,7 +14,8 @@ import time
 from shardscope.records.attempts import has_begun
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import partial_file, read_json, read_lines, write_json
-from shardscope.runs.backends.job_log import describe_failed_setup, find_job_log, read_job_log
+from shardscope.records.json_values import is_number
+from shardscope.runs.backends.job_log import advise, describe_failed_setup, find_job_log, read_job_log
 from shardscope.runs.backends.slurm_job import Job, SlurmError, explain_end, read_job, read_job_id
 from shardscope.runs.stop_request import describe_stop_request
 
@@ -28,6 +29,26 @@ PATIENCE_SECONDS = 10.0
 """Time after the end of a job before its run counts as failed: on NFS, files appear seconds late."""
 SUBMIT_PATIENCE_SECONDS = 150.0
 """Time after which a run without a job id counts as never submitted."""
+ANOTHER_TARGET = "it may never start: stop the run, and launch it with another"
+WAIT_ADVICE = {
+    "AccountNotAllowed": f"{ANOTHER_TARGET} ss.Slurm(account=)",
+    "BadConstraints": f"{ANOTHER_TARGET} ss.Slurm(constraint=, extra=), or on another partition",
+    "DependencyNeverSatisfied": f"{ANOTHER_TARGET} dependency in ss.Slurm(extra=)",
+    "InvalidAccount": f"{ANOTHER_TARGET} ss.Slurm(account=)",
+    "InvalidQOS": f"{ANOTHER_TARGET} ss.Slurm(qos=)",
+    "JobHeldAdmin": "it is held until an administrator releases it",
+    "JobHeldUser": "it is held until you release it: scontrol release {job_id}",
+    "JobHoldMaxRequeue": "it was started too often, and is held: scontrol release {job_id}",
+    "PartitionDown": "it starts when an administrator has set the partition UP",
+    "PartitionInactive": "it starts when an administrator has set the partition UP",
+    "PartitionNodeLimit": f"{ANOTHER_TARGET} number of nodes, or on another partition",
+    "PartitionTimeLimit": f"{ANOTHER_TARGET} ss.Slurm(time=): sinfo -o '%P %l' lists the partitions' limits",
+    "QOSNotAllowed": f"{ANOTHER_TARGET} ss.Slurm(qos=)",
+    "ReqNodeNotAvail": "sinfo -R and scontrol show reservation list why",
+    "Nodes required for job are DOWN": "sinfo -R lists why nodes are down or drained",
+    "launch failed requeued held": "a node could not start it, so it is held: scontrol release {job_id}",
+}
+"""What to do about reasons with which a job waits until somebody acts (Slurm's job_reason_codes)."""
 
 
 class JobWatch:
@@ -59,19 +80,25 @@ class JobWatch:
             return {"status": "lost", "reason": "its job was never submitted"} if is_overdue else None
         job, is_answered, problem = self._get_answer(job_id)
         before = f"{recorded}; " if recorded else ""
+        stop = self._describe_unheard_stop(job_id)
         if problem:
-            reason = f"{before}job {job_id}; Slurm does not answer: {problem}"
+            reason = f"{before}job {job_id}; Slurm does not answer: {problem}{stop}"
             return {"status": "queued", "reason": reason}
         if not is_answered:
-            return {"status": "queued", "reason": recorded or f"job {job_id}"}
+            return {"status": "queued", "reason": f"{recorded or f'job {job_id}'}{stop}"}
         if job is not None and job.is_live:
             self._ended_since = None
-            return describe_live_job(job_id, job, before)
+            live = describe_live_job(job_id, job, before)
+            return {**live, "reason": f"{live['reason']}{stop}"} if job.is_waiting else live
         # Ended, or forgotten (slurm.conf(5), MinJobAge), and no node has written anything.
         if self._ended_since is None:
             self._ended_since = time.monotonic()
-        if time.monotonic() - self._ended_since < PATIENCE_SECONDS:
-            return None
+        # A job that never had nodes has no files to wait for.
+        never_started = job is not None and job.state == "CANCELLED" and not job.nodes
+        if not never_started and time.monotonic() - self._ended_since < PATIENCE_SECONDS:
+            state = f"has ended ({job.state})" if job is not None else "is not known to Slurm any more"
+            reason = f"{before}job {job_id} {state}; waiting {PATIENCE_SECONDS:.0f} s for the nodes' files"
+            return {"status": "stopping", "reason": reason}
         return self._store_end(self._describe_end(job_id, job))
 
     def describe_without_lead(self, attempt: int) -> dict[str, object] | None:
@@ -131,15 +158,31 @@ class JobWatch:
                 self._answer_time, self._is_asking = time.monotonic(), False
                 self._answered.set()
 
-    def _describe_end(self, job_id: str, job: Job | None) -> dict[str, object]:
+    def _find_stop(self) -> dict[str, object] | None:
+        """Return the first stop that a user has requested; None if there is none."""
         lines = read_lines(self._folder.control)
         # Those of an earlier attempt itself have put the job back into the queue.
-        stops = [line for line in lines if line.get("command") == "stop" and line.get("attempt") is None]
+        stops = (line for line in lines if line.get("command") == "stop" and line.get("attempt") is None)
+        return next(stops, None)
+
+    def _describe_unheard_stop(self, job_id: str) -> str:
+        """Return what becomes of a stop that has not cancelled the job; empty if there is none.
+
+        Slurm did not answer when it was requested. A reader cancels nothing: the folder may be another
+        user's, and its job's id that of any job.
+        """
+        requested = (self._find_stop() or {}).get("time")
+        if not is_number(requested) or time.time() - requested < STALE_SECONDS:
+            return ""
+        return f"; the stop that was requested ends it when it starts, and run.stop() or scancel {job_id} now"
+
+    def _describe_end(self, job_id: str, job: Job | None) -> dict[str, object]:
+        stop = self._find_stop()
         again = " again" if has_begun(self._folder) else ""
-        if stops:
+        if stop is not None:
             return {
                 "status": "stopped",
-                "reason": f"{describe_stop_request(stops[0])} before any rank started{again}",
+                "reason": f"{describe_stop_request(stop)} before any rank started{again}",
             }
         if job is not None and job.state == "CANCELLED":
             reason = f"Slurm {explain_end(job)} job {job_id} before it started{again}"
@@ -149,9 +192,15 @@ class JobWatch:
         failed_setup = describe_failed_setup(self._folder)
         line, log = read_job_log(self._folder)
         if not log:
+            where = f" ({job.nodes})" if job is not None and job.nodes else ""
+            reason += (
+                f", nor has it a log there: most likely its nodes{where} do not see {self._folder.path}. Use "
+                f"folder= on a file system that they share. Slurm's record: scontrol show job {job_id}"
+            )
             return {"status": "failed", "reason": reason}
         causes = "; ".join(filter(None, (failed_setup, f"{find_job_log(self._folder)} ends with: {line}")))
-        return {"status": "failed", "reason": f"{reason}. {causes}", "error": f"{reason}.\n\n{log}"}
+        text = ". ".join(filter(None, (reason, causes, advise(line))))
+        return {"status": "failed", "reason": text, "error": f"{reason}.\n\n{log}"}
 
     def _store_end(self, end: dict[str, object]) -> dict[str, object]:
         """Write the end of a run that no node will write, unless another process was faster."""
@@ -174,7 +223,13 @@ def describe_live_job(job_id: str, job: Job, before: str = "") -> dict[str, obje
     if not job.is_waiting and job.state != "COMPLETING":
         where = f" on {job.nodes}" if job.nodes else ""
         return {"status": "starting", "reason": f"{before}job {job_id} has started{where}"}
-    reason = f"{before}job {job_id} waits" + (f": {job.reason}" if job.reason else "")
+    # scontrol writes "launch_failed_requeued_held" and "ReqNodeNotAvail,_UnavailableNodes:node[1-2]"; squeue
+    # has blanks.
+    why = job.reason.replace("_", " ")
+    reason = f"{before}job {job_id} waits" + (f": {why}" if why else "")
+    advice = WAIT_ADVICE.get(why.partition(",")[0], "")
+    if advice:
+        reason += f" ({advice.format(job_id=job_id)})"
     if job.start:
         reason += f"; estimated start {job.start.replace('T', ' ')}"
     return {"status": "queued", "reason": reason}

@@ -96,7 +96,10 @@ def explain_no_retry(folder: RunFolder, description: Mapping[str, object], *, fa
     _, newest = find_newest(folder)
     first_steps = [item["from_step"] for item in (*before, *_select(folder))][-MAX_IDLE_ATTEMPTS:]
     if len(first_steps) == MAX_IDLE_ATTEMPTS and all(step == newest for step in first_steps):
-        return f"{MAX_IDLE_ATTEMPTS} attempts in a row have saved no new checkpoint"
+        return (
+            f"{MAX_IDLE_ATTEMPTS} attempts in a row have saved no new checkpoint: launch it with "
+            "resume= and a longer ss.Slurm(time=) or a smaller save_every="
+        )
     return ""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,6 +22,9 @@ CONSTRAINT = re.compile(r"[A-Za-z0-9_.&|,*()\[\]:-]+")
 OPTION = re.compile(r"[a-z][a-z_-]*")
 TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,5})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 """Slurm's spelling (sbatch(1), --time): minutes, minutes:seconds, hours:minutes:seconds, days-hours..."""
+DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([mhd])[a-z]*", re.IGNORECASE)
+"""Not Slurm's spelling, but a usual one: "90 min", "2h"."""
+MAX_MINUTES = 525_600
 SIGNAL = re.compile(r"USR2@(\d{1,5})")
 """The signal before the time limit; only its time is the user's choice."""
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
@@ -99,7 +104,9 @@ class Slurm:
             refuse("Slurm.extra", self.extra, allowed, Value({"mem": "64G"}))
         for name, value in self.extra.items():
             if not isinstance(name, str) or not OPTION.fullmatch(name):
-                refuse("Slurm.extra", name, "names of sbatch's long options, without dashes before", "'mem'")
+                meant = str(name).strip().lstrip("-").partition("=")[0]
+                fix = repr(meant if OPTION.fullmatch(meant) else "mem")
+                refuse("Slurm.extra", name, "names of sbatch's long options, without dashes before", fix)
             option = name.replace("_", "-")
             if option in OWN_FIELDS:
                 refuse("Slurm.extra", name, "options without a field of their own", f"Slurm({name}=...)")
@@ -152,7 +159,7 @@ def parse_minutes(value: object) -> int:
         return value
     match = TIME.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        refuse("Slurm.time", value, allowed, Value("1:00:00"))
+        refuse("Slurm.time", value, allowed, Value(_guess_time(value)))
     days, *parts = (int(part or 0) for part in match.groups())
     if match[1] is not None or match[4] is not None:
         hours, minutes, seconds = parts
@@ -164,15 +171,35 @@ def parse_minutes(value: object) -> int:
     return total
 
 
+def _guess_time(value: object) -> int | str:
+    """Return the time limit that an unreadable one most likely means: 90.0, "2h", ``timedelta(hours=2)``."""
+    minutes = 0.0
+    if isinstance(value, timedelta):
+        minutes = value / timedelta(minutes=1)
+    elif isinstance(value, float):
+        minutes = value
+    elif isinstance(value, str) and (match := DURATION.fullmatch(value.strip())):
+        minutes = float(match[1]) * {"m": 1, "h": 60, "d": 1440}[match[2].lower()]
+    return math.ceil(minutes) if 0 < minutes < MAX_MINUTES else "1:00:00"
+
+
 def _check_text(name: str, value: object, form: re.Pattern[str], allowed: str, example: str) -> None:
     if value is not None and (not isinstance(value, str) or not form.fullmatch(value)):
-        refuse(f"Slurm.{name}", value, allowed, Value(example))
+        # The first of several: "a100,h100", ["a100"].
+        first = form.search(str(value))
+        refuse(f"Slurm.{name}", value, allowed, Value(first[0] if first else example))
 
 
 def _check_line(name: str, value: object) -> None:
     """Raise ``ValueError`` for a value that is not one line of a job script, or contains a secret."""
     if not isinstance(value, str) or not value.strip() or CONTROL.search(value):
-        refuse(f"Slurm.{name}", value, "one line of text", "a line each, in a list")
+        if name == "setup":
+            fix: str | Value = "a line each, in a list"
+        elif isinstance(value, str) and value.strip():
+            fix = Value(CONTROL.sub(" ", value).strip())
+        else:
+            fix = "leave it out"
+        refuse(f"Slurm.{name}", value, "one line of text", fix)
     # Job scripts can be read by administrators and are kept by the controller.
     if redact(value) != value:
         fix = "set it in the notebook's environment, which Slurm passes on, or read it from a file of yours"

@@ -212,6 +212,8 @@ class _RankExit(NamedTuple):
     code: int | None
     time: float
     """On the clock of ``Failure.time``."""
+    was_ended: bool
+    """Whether its supervisor has killed it, for another rank's failure or a stop."""
 
 
 def _read_exits(folder: RunFolder, offsets: ClockOffsets) -> list[_RankExit]:
@@ -220,9 +222,9 @@ def _read_exits(folder: RunFolder, offsets: ClockOffsets) -> list[_RankExit]:
     for record in (line for part in _list_parts(folder) for line in read_lines(part.exits)):
         rank, code = record.get("rank"), record.get("code")
         if is_int(rank) and (code is None or is_int(code)):
-            first = exits.setdefault(
-                rank, _RankExit(rank, code, _read_time(folder, record, offsets.of_rank(rank)))
-            )
+            ended = _read_time(folder, record, offsets.of_rank(rank))
+            was_ended = record.get("was_ended") is True
+            first = exits.setdefault(rank, _RankExit(rank, code, ended, was_ended))
             if first.code is None:
                 exits[rank] = first._replace(code=code)
     return list(exits.values())
@@ -250,7 +252,7 @@ def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
         raised=find_last_raised(log, code),
         # torch elastic ends the other ranks with SIGTERM, a supervisor on a scheduler's node with SIGHUP;
         # nothing else sends these to a rank.
-        is_consequence=code in (-SIGTERM, -SIGHUP),
+        is_consequence=code in (-SIGTERM, -SIGHUP) or record.was_ended,
         is_unexplained=code is None,
     )
 

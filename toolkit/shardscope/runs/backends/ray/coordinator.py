@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 import traceback
@@ -303,7 +304,7 @@ class Coordinator:
                     self._drain(node)
                     self._nodes.pop(node, None)
                     if code:
-                        self._give_up(node, f"its process ended with exit code {code}: {output}")
+                        self._give_up(node, f"its process {describe_node_exit(code, output)}")
             if self._lost and deadline == float("inf"):
                 deadline = time.monotonic() + END_SECONDS
             if self._is_head_lost() and not is_ended_here:
@@ -421,3 +422,10 @@ def describe_resources(resources: Mapping[str, float]) -> str:
     """Return resources as text, such as ``8 GPU and 32 CPU``."""
     names = [name for name in resources if not name.startswith("accelerator_type")]
     return " and ".join(f"{resources[name]:g} {name}" for name in names)
+
+
+def describe_node_exit(code: int, output: str) -> str:
+    """Return how a node's process ended, as a phrase to follow its name; ``output``: the end of its log."""
+    known = {number.value: number.name for number in signal.Signals}
+    how = f"was ended by {known[-code]}" if -code in known else f"ended with exit code {code}"
+    return f"{how}: {output.strip()}" if output.strip() else how

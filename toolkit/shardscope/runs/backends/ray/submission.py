@@ -110,7 +110,7 @@ class RayConnection:
             self._process.stdin.flush()
         answer = parse_object(self._read_line(seconds))
         if "error" in answer:
-            allowed = f"what Ray accepts; it says: {answer['error']}"
+            allowed = f"what Ray accepts; it says: {str(answer['error']).rstrip('.')}"
             if answer.get("is_address"):
                 fix = "the address of a running cluster, which `ray start` prints"
                 refuse("Ray.address", self.target.address, allowed, fix)

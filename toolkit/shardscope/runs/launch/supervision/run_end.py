@@ -131,7 +131,14 @@ class RunEnd:
         """Write how the ranks of this node ended, for node 0, and return it."""
         # A launcher that is the only rank of its node has no launcher above that records its exit code.
         if len(self.ranks) == 1 and outcome.launcher_code:
-            record = {"time": time.time(), "rank": self.ranks[0], "code": outcome.launcher_code}
+            record: dict[str, object] = {
+                "time": time.time(),
+                "rank": self.ranks[0],
+                "code": outcome.launcher_code,
+            }
+            # A rank that waited in a collective for one of another node: no failure of its own.
+            if outcome.sent_signals and outcome.launcher_code == -signal.SIGKILL:
+                record["was_ended"] = True
             with contextlib.suppress(OSError):
                 append_line(folder.exits, record)
         markers = [read_json(folder.rank(rank)) or {} for rank in self.ranks]
