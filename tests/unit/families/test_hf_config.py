@@ -165,9 +165,24 @@ KEYS: dict[str, tuple[st.SearchStrategy[Any], tuple[str, ...]]] = {
     "v_head_dim": (st.integers(1, 20), LATENT),
 }
 """Keys of config.json besides the sizes of every family: their values, and the families that have them."""
+ALIASES = {
+    "gpt2": {
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+    },
+    "mixtral": {"num_local_experts": "num_experts"},
+    "gpt_oss": {"num_local_experts": "num_experts"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+    "deepseek_v2": {"n_routed_experts": "num_experts"},
+    "deepseek_v3": {"n_routed_experts": "num_local_experts"},
+    "falcon": {"hidden_size": "n_embed"},
+}
+"""Other names of keys, which transformers reads too."""
 CHANGES_NO_SHAPE = {
     *("max_position_embeddings", "sliding_window", "layer_types", "max_window_layers"),
-    *("sliding_window_pattern", "_sliding_window_pattern"),
+    *("sliding_window_pattern",),
     *("use_bidirectional_attention", "add_cross_attention"),
 }
 """Keys that adapters read, and that no configuration here has: no shape depends on their values."""
@@ -181,14 +196,23 @@ def falcon_heads(draw: st.DrawFn, heads: int, kv_heads: int) -> dict[str, Any]:
         norms = draw(st.sampled_from([None, 1, 2]))
         return {"new_decoder_architecture": True, "num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
     return {
-        "multi_query": layout == "multi-query",
-        "parallel_attn": draw(st.booleans()),
+        "multi_query": layout == "multi-query" or draw(st.sampled_from([False, None])),
+        "parallel_attn": draw(st.sampled_from([True, False, None])),
         "ffn_hidden_size": draw(st.none() | st.integers(1, 99)),
     }
 
 
 @st.composite
 def small_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    config = draw(named_configs(family))
+    for key, alias in ALIASES.get(family, {}).items():
+        if draw(st.booleans()):
+            config[alias] = config.pop(key)
+    return config
+
+
+@st.composite
+def named_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     tied = draw(st.booleans())
     if family == "gpt2":
         heads = draw(st.sampled_from([1, 2, 4]))
@@ -326,6 +350,36 @@ def test_fault_36_unknown_model_type_raises_with_the_known_ones(bad: object) -> 
 def test_multimodal_config_raises_with_text_config_as_fix() -> None:
     with pytest.raises(ValueError, match=r"wrapper.*from_hf\(config\['text_config'\]\)"):
         Architecture.from_hf({"model_type": "llava", "text_config": LLAMA})
+    with pytest.raises(ValueError, match=r"from_hf\(config\['text_config'\], rehearse_only=True\)"):
+        Architecture.from_hf({"model_type": "llava", "text_config": {**LLAMA, "model_type": "stablelm"}})
+
+
+@pytest.mark.parametrize(
+    ("bad", "similar"), [("llama4_text", "llama"), ("Llama", "llama"), ("mamba", None), ("pixtral", None)]
+)
+def test_only_related_families_are_suggested(bad: str, similar: str | None) -> None:
+    with pytest.raises(ValueError, match=r"known architectures") as error:
+        Architecture.from_hf({**LLAMA, "model_type": bad})
+    assert ("if its layers are the same" in str(error.value)) == (similar is not None)
+    assert similar is None or f"'{similar}' if its layers" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaForQuestionAnswering"]
+)
+def test_configs_of_other_heads_raise(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"config\.json architectures is .*{name}.*ForCausalLM.*remove the key"
+    ):
+        Architecture.from_hf({**LLAMA, "architectures": [name]})
+    for allowed in (["LlamaForCausalLM"], ["LlamaModel"], None):
+        assert Architecture.from_hf({**LLAMA, "architectures": allowed}).hidden_size == 64
+
+
+def test_keys_that_contradict_their_other_name_raise() -> None:
+    with pytest.raises(ValueError, match=r"hidden_size is 32; allowed: the same as n_embd=64.*remove one of"):
+        Architecture.from_hf({**GPT2, "hidden_size": 32})
+    assert Architecture.from_hf({**GPT2, "hidden_size": 64}).hidden_size == 64
 
 
 def test_hidden_size_must_be_divisible_by_attention_heads() -> None:
@@ -352,6 +406,9 @@ def test_sliding_windows_by_family() -> None:
         1,
     )
     assert read_windows(model_type="phi3", sliding_window=2047) == (2047, 2)
+    # gemma3_text stores _sliding_window_pattern and does not read it again.
+    assert read_windows(model_type="gemma3_text", _sliding_window_pattern=1) == (4096, 2)
+    assert read_windows(model_type="gemma3_text", sliding_window_pattern=1) == (None, 0)
     layer_types = ["full_attention", "sliding_attention"]
     assert read_windows(model_type="gemma2", layer_types=layer_types) == (4096, 1)
 

@@ -60,12 +60,32 @@ def test_plans_of_unknown_families_round_trip() -> None:
         ({"model_type": "no-such-model"}, "no-such-model"),
         ({"hidden_size": -1}, "hidden_size"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"model_type": "vit"}, r"model_type is 'vit'; allowed: .*causal language model"),
+        ({"model_type": "t5"}, r"model_type is 't5'; allowed: .*causal language model"),
+        (
+            {"model_type": "mamba", "num_attention_heads": None},
+            r"num_attention_heads is None; allowed: a whole number.*'mamba' has none",
+        ),
+        (
+            {"model_type": "llava", "text_config": CONFIG},
+            r"model_type is 'llava'.*from_hf\(config\['text_config'\], rehearse_only=True\)",
+        ),
     ],
 )
 def test_configs_that_transformers_cannot_read_raise(change: dict[str, object], expected: str) -> None:
     needs("transformers")
     with pytest.raises(ValueError, match=expected):
         ss.Architecture.from_hf({**CONFIG, **change}, rehearse_only=True)
+
+
+@pytest.mark.parametrize(("model_type", "widths"), [("gemma3n_text", [96, 64]), ("gemma3n_text", 64)])
+def test_sizes_that_differ_among_layers_have_their_common_divisor(
+    model_type: str, widths: int | list[int]
+) -> None:
+    needs("transformers")
+    changes = {"model_type": model_type, "intermediate_size": widths}
+    architecture = ss.Architecture.from_hf({**CONFIG, **changes}, rehearse_only=True)
+    assert architecture.intermediate_size == (32 if isinstance(widths, list) else 64)
 
 
 def test_parameters_are_counted_on_the_meta_device() -> None:

@@ -19,6 +19,14 @@ from shardscope.machine.user_folders import expand_home
 MAX_BYTES = 1_000_000
 """Maximum size of a config.json; real ones have a few kilobytes."""
 
+_OTHER_HEADS = re.compile(
+    r"For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM|RewardModel"
+)
+"""Parts of class names in ``architectures`` of models that predict no next token."""
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys of the language model's config in a config.json of several models."""
+
 
 def read_architecture(config: str | Path | Mapping[str, object], rehearse_only: bool = False) -> Architecture:
     """Return the architecture; see :meth:`shardscope.core.architecture.Architecture.from_hf`."""
@@ -86,12 +94,15 @@ def build_architecture(
 
     Raises ``ValueError`` for an unknown ``model_type``, unless ``rehearse_only``, and for invalid keys.
     """
+    _check_head(data)
     family = data.get("model_type")
     display_name = name or data.get("_name_or_path") or family
     if not isinstance(family, str) or family not in FAMILIES:
         if rehearse_only and isinstance(family, str):
-            from shardscope.families.unknown import UnknownFamily
+            from shardscope.families.unknown import UnknownFamily, is_causal_language_model
 
+            if not is_causal_language_model(family):
+                _refuse_other_model(data, family)
             return UnknownFamily.from_config(data, str(display_name))
         _refuse_family(data, family)
     if not isinstance(display_name, str):
@@ -100,19 +111,56 @@ def build_architecture(
     return Architecture.from_dict(fields)
 
 
+def _check_head(data: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` for a classifier or reward model, whose head is not ``lm_head``."""
+    names = data.get("architectures")
+    for name in names if isinstance(names, list | tuple) else ():
+        if isinstance(name, str) and _OTHER_HEADS.search(name):
+            refuse(
+                "config.json architectures",
+                names,
+                "a causal language model (...ForCausalLM): other heads have no formulas",
+                "remove the key to plan the same layers with a language model's head",
+            )
+
+
 def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
     known = ", ".join(FAMILIES)
-    for part in ("text_config", "llm_config", "language_config", "thinker_config"):
-        if isinstance(data.get(part), Mapping):
-            fix = f"its language model alone, from_hf(config[{part!r}]), if its model_type is known"
-            refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
-    similar = find_similar(family, FAMILIES)
+    if part := _find_text_part(data):
+        key, model_type = part
+        condition = ", rehearse_only=True), if transformers has a causal language model of that model_type"
+        fix = (
+            f"its language model alone, from_hf(config[{key!r}]{')' if model_type in FAMILIES else condition}"
+        )
+        refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
+    # Derived families begin like their origin, and typing errors are rarely
+    # at the start: "mamba" is no "llama".
+    start = str(family).lower()[:2]
+    similar = find_similar(family, [name for name in FAMILIES if name.startswith(start)])
     same_layers = f"{similar!r} if its layers are the same; or " if similar else ""
     fix = (
         f"{same_layers}from_hf(config, rehearse_only=True), whose plan.rehearse() works for any "
-        "transformers model"
+        "causal language model of transformers"
     )
     refuse("config.json model_type", family, f"known architectures: {known}", fix)
+
+
+def _refuse_other_model(data: Mapping[str, object], family: str) -> NoReturn:
+    from shardscope.families.unknown import is_causal_language_model
+
+    fix = "the config.json of a causal language model"
+    if part := _find_text_part(data):
+        key, model_type = part
+        if isinstance(model_type, str) and is_causal_language_model(model_type):
+            fix = f"its language model alone, from_hf(config[{key!r}], rehearse_only=True)"
+    allowed = "a model_type for which the installed transformers has a causal language model"
+    refuse("config.json model_type", family, allowed, fix)
+
+
+def _find_text_part(data: Mapping[str, object]) -> tuple[str, object] | None:
+    """Return the key and ``model_type`` of the language model in a multimodal config; None: it has none."""
+    parts = ((key, data.get(key)) for key in _TEXT_PARTS)
+    return next(((key, part.get("model_type")) for key, part in parts if isinstance(part, Mapping)), None)
 
 
 def _find_on_hub(hub_id: str) -> Path:
