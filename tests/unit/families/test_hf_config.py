@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +376,31 @@ def test_configs_of_other_heads_raise(name: str) -> None:
         Architecture.from_hf({**LLAMA, "architectures": [name]})
     for allowed in (["LlamaForCausalLM"], ["LlamaModel"], None):
         assert Architecture.from_hf({**LLAMA, "architectures": allowed}).hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**LLAMA, "hidden_act": "silu"}, None),
+        ({**LLAMA, "hidden_act": "gelu"}, None),
+        ({**GPT2, "activation_function": "gelu_new"}, None),
+        (
+            {**LLAMA, "model_type": "gpt_neox", "hidden_act": "gelu_fast"},
+            r"hidden_act is 'gelu_fast', .* too low\. Nearest fix: 'gelu_pytorch_tanh'",
+        ),
+        ({**LLAMA, "hidden_act": "quick_gelu"}, r"too low\. Nearest fix: Recipe\.recompute='full'"),
+        ({**GPT2, "activation_function": "gelu"}, r"activation_function is 'gelu', .* too high\.$"),
+    ],
+)
+def test_activations_that_save_other_tensors_than_the_familys_warn(
+    config: dict[str, Any], message: str | None
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Architecture.from_hf(config)
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (message is not None)
+    assert message is None or re.search(message, texts[0])
 
 
 def test_keys_that_contradict_their_other_name_raise() -> None:

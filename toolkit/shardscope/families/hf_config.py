@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardscope.core.architecture import Architecture
-from shardscope.core.errors import Value, find_similar, refuse
+from shardscope.core.errors import Value, find_similar, refuse, warn_user
 from shardscope.core.json_text import parse_json
 from shardscope.families.common import HfConfig
+from shardscope.families.family import Family
 from shardscope.families.registry import FAMILIES
 from shardscope.machine.hub import HubProblem, find_hub_problem
 from shardscope.machine.user_folders import expand_home
@@ -23,6 +24,19 @@ _OTHER_HEADS = re.compile(
     r"For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM|RewardModel"
 )
 """Parts of class names in ``architectures`` of models that predict no next token."""
+
+_UNFUSED_ACTIVATIONS: Mapping[str, str | None] = {
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_python": "gelu",
+    "gelu_10": None,
+    "quick_gelu": None,
+    "xielu": None,
+}
+"""Activations of transformers' ``ACT2FN`` that run, and save tensors, operator by operator; and the name of
+the same function in one kernel."""
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of the language model's config in a config.json of several models."""
@@ -108,7 +122,29 @@ def build_architecture(
     if not isinstance(display_name, str):
         refuse("config.json _name_or_path", display_name, "text", Value(family))
     fields = {"name": display_name, "model_type": family, **FAMILIES[family].read(HfConfig(data))}
-    return Architecture.from_dict(fields)
+    architecture = Architecture.from_dict(fields)
+    _warn_of_activation(data, FAMILIES[family])
+    return architecture
+
+
+def _warn_of_activation(data: Mapping[str, object], family: Family) -> None:
+    """Warn of an activation that saves other tensors than the family's, for which the formulas are."""
+    name = data.get(family.activation_key)
+    # gpt-oss clamps its gate and reads no activation from the config.
+    if not isinstance(name, str) or family.has_clamped_experts:
+        return
+    is_unfused = name in _UNFUSED_ACTIVATIONS
+    if is_unfused == (family.activation in _UNFUSED_ACTIVATIONS):
+        return
+    predicted = f"memory is predicted for {family.activation!r}, the default of {family.model_type!r}"
+    if is_unfused:
+        fused = _UNFUSED_ACTIVATIONS[name]
+        same = f"{fused!r}, the same function in one kernel; or " if fused else ""
+        problem = f"runs operator by operator and saves a tensor for each, but {predicted}, and is too low"
+        fix = f" Nearest fix: {same}Recipe.recompute='full', with which one layer at a time has them."
+    else:
+        problem, fix = f"saves fewer tensors, but {predicted}, and is too high", ""
+    warn_user(f"config.json {family.activation_key} is {name!r}, which {problem}.{fix}")
 
 
 def _check_head(data: Mapping[str, object]) -> None:
