@@ -318,6 +318,23 @@ def test_models_built_from_an_architecture_have_its_parameters(family: str, data
         assert list(kinds).count("sliding_attention") == arch.sliding_window_layers
 
 
+@pytest.mark.parametrize(("num_experts", "num_groups"), [(8, 1), (12, 1), (16, 8)])
+def test_deepseek_models_of_few_experts_have_no_groups_too_small_to_route(
+    num_experts: int, num_groups: int
+) -> None:
+    """DeepseekV3MoE scores a group by its two best experts, so that groups of one fail in forward."""
+    transformers = needs("transformers", minversion="5.0")
+    torch = needs("torch")
+    from shardscope.training.model.model import config_values
+
+    sizes = {**get_required_sizes("deepseek_v3"), "first_k_dense_replace": 0, "moe_intermediate_size": 8}
+    arch = Architecture.from_hf({**sizes, "n_routed_experts": num_experts})
+    config = transformers.AutoConfig.for_model("deepseek_v3", **config_values(arch))
+    assert config.n_group == num_groups
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 100)
+
+
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_fault_36_missing_keys_have_the_familys_defaults(family: str) -> None:
     wide = {} if family == "gpt2" else {"hidden_size": 128, "num_attention_heads": 32}

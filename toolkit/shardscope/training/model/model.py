@@ -135,8 +135,13 @@ def config_values(architecture: Architecture) -> dict[str, object]:
         values["sliding_window"] = None
     num_groups = getattr(family, "n_group", None)
     num_experts = values.get("n_routed_experts", 0)
-    if num_groups and isinstance(num_experts, int) and num_experts % num_groups:
-        # DeepSeek routes by groups of experts; how many groups changes no size.
+    if (
+        num_groups
+        and isinstance(num_experts, int)
+        and (num_experts % num_groups or num_experts < 2 * num_groups)
+    ):
+        # DeepSeek routes by groups of experts, each scored by its two best ones (DeepseekV3MoE); how many
+        # groups changes no size.
         values |= {"n_group": 1, "topk_group": 1}
     # A family's default token ids may exceed a small vocabulary; our tokenizer's only special token is 0.
     return {**values, "use_cache": False, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
