@@ -420,6 +420,22 @@ def test_activations_that_save_other_tensors_than_the_familys_warn(
     assert message is None or re.search(message, texts[0])
 
 
+@pytest.mark.parametrize("rehearse_only", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**GPT2, "add_cross_attention": True},
+        {**LLAMA, "model_type": "gemma", "use_bidirectional_attention": True},
+    ],
+)
+def test_models_that_are_no_causal_decoders_raise_without_promise_of_a_rehearsal(
+    config: dict[str, Any], rehearse_only: bool
+) -> None:
+    with pytest.raises(ValueError, match=r"is True; allowed: False, because a causal decoder") as error:
+        Architecture.from_hf(config, rehearse_only=rehearse_only)
+    assert "rehearse" not in str(error.value)
+
+
 def test_keys_that_contradict_their_other_name_raise() -> None:
     with pytest.raises(ValueError, match=r"hidden_size is 32; allowed: the same as n_embd=64.*remove one of"):
         Architecture.from_hf({**GPT2, "hidden_size": 32})

@@ -149,6 +149,6 @@ def reject_flag(config: HfConfig, key: str, why: str) -> None:
         refuse(
             f"config.json {key}",
             True,
-            f"False, because {why}; plan.rehearse() runs such a model",
+            f"False, because {why}",
             Value(False),
         )
