@@ -96,3 +96,25 @@ def test_parameters_are_counted_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert build_plan(CONFIG).architecture.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_qkv_bias": True, "hidden_act": "gelu"},
+        {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ],
+)
+def test_models_are_built_from_their_own_config(changes: dict[str, object]) -> None:
+    """The sizes that degrees are checked against do not describe their layers."""
+    needs("transformers")
+    from shardscope.training.model.model import build_model
+
+    config = {**CONFIG, "head_dim": 16, **changes}
+    architecture = ss.Architecture.from_hf(config, rehearse_only=True)
+    model = build_model(architecture, dropout=0.25)
+    assert sum(parameter.numel() for parameter in model.parameters()) == architecture.num_parameters
+    built = getattr(model, "config")  # noqa: B009  # torch.nn.Module has no such attribute.
+    assert all(getattr(built, name) == value for name, value in config.items())
+    assert built.attention_dropout == 0.25
+    assert not built.use_cache

@@ -15,7 +15,7 @@ from shardscope.core.size_limits import check_size_field
 from shardscope.families.parameter_shapes import Parameter
 
 if TYPE_CHECKING:
-    import torch
+    from transformers import PreTrainedConfig
 
 SIZES = (
     "hidden_size",
@@ -100,9 +100,11 @@ class UnknownFamily(Architecture):
     def num_parameters(self) -> int:
         """Number of parameters, counted on torch's meta device (imports torch)."""
         import torch
+        from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in build_transformers_model(self).parameters())
+            model = AutoModelForCausalLM.from_config(build_transformers_config(self))
+        return sum(parameter.numel() for parameter in model.parameters())
 
     @property
     def outer_shapes(self) -> tuple[Parameter, ...]:
@@ -122,15 +124,13 @@ class UnknownFamily(Architecture):
         )
 
 
-def build_transformers_model(architecture: UnknownFamily) -> torch.nn.Module:
-    """Build the model from its own config.json, in fp32 and without a KV cache."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def build_transformers_config(architecture: UnknownFamily) -> PreTrainedConfig:
+    """Return its own config.json as transformers' class, without a KV cache."""
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**json.loads(architecture.config_json))
+    config: PreTrainedConfig = AutoConfig.for_model(**json.loads(architecture.config_json))
     config.get_text_config().use_cache = False
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
+    return config
 
 
 def is_causal_language_model(model_type: str) -> bool:
