@@ -118,3 +118,10 @@ def test_models_are_built_from_their_own_config(changes: dict[str, object]) -> N
     assert all(getattr(built, name) == value for name, value in config.items())
     assert built.attention_dropout == 0.25
     assert not built.use_cache
+
+
+def test_megatron_core_refuses_layers_that_it_would_build_as_others() -> None:
+    needs("transformers")
+    plan = build_plan(CONFIG)
+    with pytest.raises(ValueError, match=r"model_type is 'stablelm'.*only transformers knows.*Layout\.fsdp2"):
+        ss.Plan(plan.architecture, plan.cluster, plan.recipe, ss.Layout.megatron()).rehearse()
