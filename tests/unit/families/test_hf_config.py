@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +167,24 @@ KEYS: dict[str, tuple[st.SearchStrategy[Any], tuple[str, ...]]] = {
     "v_head_dim": (st.integers(1, 20), LATENT),
 }
 """Keys of config.json besides the sizes of every family: their values, and the families that have them."""
+ALIASES = {
+    "gpt2": {
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+    },
+    "mixtral": {"num_local_experts": "num_experts"},
+    "gpt_oss": {"num_local_experts": "num_experts"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+    "deepseek_v2": {"n_routed_experts": "num_experts"},
+    "deepseek_v3": {"n_routed_experts": "num_local_experts"},
+    "falcon": {"hidden_size": "n_embed"},
+}
+"""Other names of keys, which transformers reads too."""
 CHANGES_NO_SHAPE = {
     *("max_position_embeddings", "sliding_window", "layer_types", "max_window_layers"),
-    *("sliding_window_pattern", "_sliding_window_pattern"),
+    *("sliding_window_pattern",),
     *("use_bidirectional_attention", "add_cross_attention"),
 }
 """Keys that adapters read, and that no configuration here has: no shape depends on their values."""
@@ -181,14 +198,23 @@ def falcon_heads(draw: st.DrawFn, heads: int, kv_heads: int) -> dict[str, Any]:
         norms = draw(st.sampled_from([None, 1, 2]))
         return {"new_decoder_architecture": True, "num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
     return {
-        "multi_query": layout == "multi-query",
-        "parallel_attn": draw(st.booleans()),
+        "multi_query": layout == "multi-query" or draw(st.sampled_from([False, None])),
+        "parallel_attn": draw(st.sampled_from([True, False, None])),
         "ffn_hidden_size": draw(st.none() | st.integers(1, 99)),
     }
 
 
 @st.composite
 def small_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    config = draw(named_configs(family))
+    for key, alias in ALIASES.get(family, {}).items():
+        if draw(st.booleans()):
+            config[alias] = config.pop(key)
+    return config
+
+
+@st.composite
+def named_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     tied = draw(st.booleans())
     if family == "gpt2":
         heads = draw(st.sampled_from([1, 2, 4]))
@@ -292,6 +318,23 @@ def test_models_built_from_an_architecture_have_its_parameters(family: str, data
         assert list(kinds).count("sliding_attention") == arch.sliding_window_layers
 
 
+@pytest.mark.parametrize(("num_experts", "num_groups"), [(8, 1), (12, 1), (16, 8)])
+def test_deepseek_models_of_few_experts_have_no_groups_too_small_to_route(
+    num_experts: int, num_groups: int
+) -> None:
+    """DeepseekV3MoE scores a group by its two best experts, so that groups of one fail in forward."""
+    transformers = needs("transformers", minversion="5.0")
+    torch = needs("torch")
+    from shardscope.training.model.model import config_values
+
+    sizes = {**get_required_sizes("deepseek_v3"), "first_k_dense_replace": 0, "moe_intermediate_size": 8}
+    arch = Architecture.from_hf({**sizes, "n_routed_experts": num_experts})
+    config = transformers.AutoConfig.for_model("deepseek_v3", **config_values(arch))
+    assert config.n_group == num_groups
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 100)
+
+
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_fault_36_missing_keys_have_the_familys_defaults(family: str) -> None:
     wide = {} if family == "gpt2" else {"hidden_size": 128, "num_attention_heads": 32}
@@ -326,6 +369,77 @@ def test_fault_36_unknown_model_type_raises_with_the_known_ones(bad: object) -> 
 def test_multimodal_config_raises_with_text_config_as_fix() -> None:
     with pytest.raises(ValueError, match=r"wrapper.*from_hf\(config\['text_config'\]\)"):
         Architecture.from_hf({"model_type": "llava", "text_config": LLAMA})
+    with pytest.raises(ValueError, match=r"from_hf\(config\['text_config'\], rehearse_only=True\)"):
+        Architecture.from_hf({"model_type": "llava", "text_config": {**LLAMA, "model_type": "stablelm"}})
+
+
+@pytest.mark.parametrize(
+    ("bad", "similar"), [("llama4_text", "llama"), ("Llama", "llama"), ("mamba", None), ("pixtral", None)]
+)
+def test_only_related_families_are_suggested(bad: str, similar: str | None) -> None:
+    with pytest.raises(ValueError, match=r"known architectures") as error:
+        Architecture.from_hf({**LLAMA, "model_type": bad})
+    assert ("if its layers are the same" in str(error.value)) == (similar is not None)
+    assert similar is None or f"'{similar}' if its layers" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaForQuestionAnswering"]
+)
+def test_configs_of_other_heads_raise(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"config\.json architectures is .*{name}.*ForCausalLM.*remove the key"
+    ):
+        Architecture.from_hf({**LLAMA, "architectures": [name]})
+    for allowed in (["LlamaForCausalLM"], ["LlamaModel"], None):
+        assert Architecture.from_hf({**LLAMA, "architectures": allowed}).hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**LLAMA, "hidden_act": "silu"}, None),
+        ({**LLAMA, "hidden_act": "gelu"}, None),
+        ({**GPT2, "activation_function": "gelu_new"}, None),
+        (
+            {**LLAMA, "model_type": "gpt_neox", "hidden_act": "gelu_fast"},
+            r"hidden_act is 'gelu_fast', .* too low\. Nearest fix: 'gelu_pytorch_tanh'",
+        ),
+        ({**LLAMA, "hidden_act": "quick_gelu"}, r"too low\. Nearest fix: Recipe\.recompute='full'"),
+        ({**GPT2, "activation_function": "gelu"}, r"activation_function is 'gelu', .* too high\.$"),
+    ],
+)
+def test_activations_that_save_other_tensors_than_the_familys_warn(
+    config: dict[str, Any], message: str | None
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Architecture.from_hf(config)
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (message is not None)
+    assert message is None or re.search(message, texts[0])
+
+
+@pytest.mark.parametrize("rehearse_only", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**GPT2, "add_cross_attention": True},
+        {**LLAMA, "model_type": "gemma", "use_bidirectional_attention": True},
+    ],
+)
+def test_models_that_are_no_causal_decoders_raise_without_promise_of_a_rehearsal(
+    config: dict[str, Any], rehearse_only: bool
+) -> None:
+    with pytest.raises(ValueError, match=r"is True; allowed: False, because a causal decoder") as error:
+        Architecture.from_hf(config, rehearse_only=rehearse_only)
+    assert "rehearse" not in str(error.value)
+
+
+def test_keys_that_contradict_their_other_name_raise() -> None:
+    with pytest.raises(ValueError, match=r"hidden_size is 32; allowed: the same as n_embd=64.*remove one of"):
+        Architecture.from_hf({**GPT2, "hidden_size": 32})
+    assert Architecture.from_hf({**GPT2, "hidden_size": 64}).hidden_size == 64
 
 
 def test_hidden_size_must_be_divisible_by_attention_heads() -> None:
@@ -352,6 +466,9 @@ def test_sliding_windows_by_family() -> None:
         1,
     )
     assert read_windows(model_type="phi3", sliding_window=2047) == (2047, 2)
+    # gemma3_text stores _sliding_window_pattern and does not read it again.
+    assert read_windows(model_type="gemma3_text", _sliding_window_pattern=1) == (4096, 2)
+    assert read_windows(model_type="gemma3_text", sliding_window_pattern=1) == (None, 0)
     layer_types = ["full_attention", "sliding_attention"]
     assert read_windows(model_type="gemma2", layer_types=layer_types) == (4096, 1)
 

@@ -60,12 +60,32 @@ def test_plans_of_unknown_families_round_trip() -> None:
         ({"model_type": "no-such-model"}, "no-such-model"),
         ({"hidden_size": -1}, "hidden_size"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"model_type": "vit"}, r"model_type is 'vit'; allowed: .*causal language model"),
+        ({"model_type": "t5"}, r"model_type is 't5'; allowed: .*causal language model"),
+        (
+            {"model_type": "mamba", "num_attention_heads": None},
+            r"num_attention_heads is None; allowed: a whole number.*'mamba' has none",
+        ),
+        (
+            {"model_type": "llava", "text_config": CONFIG},
+            r"model_type is 'llava'.*from_hf\(config\['text_config'\], rehearse_only=True\)",
+        ),
     ],
 )
 def test_configs_that_transformers_cannot_read_raise(change: dict[str, object], expected: str) -> None:
     needs("transformers")
     with pytest.raises(ValueError, match=expected):
         ss.Architecture.from_hf({**CONFIG, **change}, rehearse_only=True)
+
+
+@pytest.mark.parametrize(("model_type", "widths"), [("gemma3n_text", [96, 64]), ("gemma3n_text", 64)])
+def test_sizes_that_differ_among_layers_have_their_common_divisor(
+    model_type: str, widths: int | list[int]
+) -> None:
+    needs("transformers")
+    changes = {"model_type": model_type, "intermediate_size": widths}
+    architecture = ss.Architecture.from_hf({**CONFIG, **changes}, rehearse_only=True)
+    assert architecture.intermediate_size == (32 if isinstance(widths, list) else 64)
 
 
 def test_parameters_are_counted_on_the_meta_device() -> None:
@@ -76,3 +96,32 @@ def test_parameters_are_counted_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert build_plan(CONFIG).architecture.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_qkv_bias": True, "hidden_act": "gelu"},
+        {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ],
+)
+def test_models_are_built_from_their_own_config(changes: dict[str, object]) -> None:
+    """The sizes that degrees are checked against do not describe their layers."""
+    needs("transformers")
+    from shardscope.training.model.model import build_model
+
+    config = {**CONFIG, "head_dim": 16, **changes}
+    architecture = ss.Architecture.from_hf(config, rehearse_only=True)
+    model = build_model(architecture, dropout=0.25)
+    assert sum(parameter.numel() for parameter in model.parameters()) == architecture.num_parameters
+    built = getattr(model, "config")  # noqa: B009  # torch.nn.Module has no such attribute.
+    assert all(getattr(built, name) == value for name, value in config.items())
+    assert built.attention_dropout == 0.25
+    assert not built.use_cache
+
+
+def test_megatron_core_refuses_layers_that_it_would_build_as_others() -> None:
+    needs("transformers")
+    plan = build_plan(CONFIG)
+    with pytest.raises(ValueError, match=r"model_type is 'stablelm'.*only transformers knows.*Layout\.fsdp2"):
+        ss.Plan(plan.architecture, plan.cluster, plan.recipe, ss.Layout.megatron()).rehearse()

@@ -39,3 +39,14 @@ def test_a_config_without_its_family_has_the_same_rehearsal() -> None:
     assert dict(of_unknown.components) == dict(of_known.components)
     rotary_tables = 2 * 4 * 64 // 2
     assert of_unknown.components["parameters"] == 4 * known.architecture.num_parameters // 2 + rotary_tables
+
+
+@thorough()
+def test_zero_2_rehearses_a_config_without_formulas() -> None:
+    """The rank with most is computed from tensors' sizes, which are unknown here: it is the first."""
+    architecture = ss.Architecture.from_hf({**CONFIG, "model_type": "stablelm"}, rehearse_only=True)
+    recipe, layout = ss.Recipe(seq_len=128, global_batch_size=2), ss.Layout.zero(stage=2)
+    report = rehearse_in_this_process(
+        ss.Plan(architecture, ss.Cluster.parse("2xh100-sxm-80gb"), recipe, layout)
+    )
+    assert report.components["parameters"] >= 2 * architecture.num_parameters

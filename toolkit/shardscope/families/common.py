@@ -50,7 +50,17 @@ class HfConfig:
     def read_size(self, *keys: str, limit: str, default: int | None = None) -> int:
         """Return a size. Raises ``ValueError`` if it is out of range or missing without a ``default``."""
         low, high = LIMITS[limit]
-        key = next((key for key in keys if self.data.get(key) is not None), None)
+        present = [key for key in keys if self.data.get(key) is not None]
+        key = present[0] if present else None
+        for alias in present[1:]:
+            # transformers takes the last one set, so that the order of the keys would decide.
+            if self.data[alias] != self.data[present[0]]:
+                refuse(
+                    f"config.json {alias}",
+                    self.data[alias],
+                    f"the same as {key}={self.data[present[0]]!r}, its other name",
+                    f"remove one of {key!r} and {alias!r}",
+                )
         if key is None and default is None:
             refuse(
                 f"config.json {keys[0]}",
@@ -139,6 +149,6 @@ def reject_flag(config: HfConfig, key: str, why: str) -> None:
         refuse(
             f"config.json {key}",
             True,
-            f"False, because {why}; plan.rehearse() runs such a model",
+            f"False, because {why}",
             Value(False),
         )

@@ -16,7 +16,8 @@ def _read_deepseek_v2(config: HfConfig) -> Fields:
     # required.
     top_k = config.read_size("num_experts_per_tok", limit="num_experts")
     # Defaults: transformers 5.24, configuration_deepseek_v2.py.
-    return _add_layer_parts(config, fields, experts=64, top_k=top_k, inner=1_407, shared=2, dense=0)
+    experts = _read_num_experts(config, "num_experts", default=64)
+    return _add_layer_parts(config, fields, experts=experts, top_k=top_k, inner=1_407, shared=2, dense=0)
 
 
 def _read_deepseek_v3(config: HfConfig) -> Fields:
@@ -24,7 +25,13 @@ def _read_deepseek_v3(config: HfConfig) -> Fields:
     fields: Fields = {**read_sizes(config, kv_heads=None, positions=4_096), **read_bias(config)}
     top_k = config.read_size("num_experts_per_tok", limit="num_experts", default=8)
     # Defaults: transformers 5.24, configuration_deepseek_v3.py.
-    return _add_layer_parts(config, fields, experts=256, top_k=top_k, inner=2_048, shared=1, dense=3)
+    experts = _read_num_experts(config, "num_local_experts", default=256)
+    return _add_layer_parts(config, fields, experts=experts, top_k=top_k, inner=2_048, shared=1, dense=3)
+
+
+def _read_num_experts(config: HfConfig, alias: str, *, default: int) -> int:
+    """Return the routed experts; ``alias`` is the other name of their key (``attribute_map``)."""
+    return config.read_size("n_routed_experts", alias, limit="num_experts", default=default)
 
 
 def _add_layer_parts(
@@ -32,7 +39,7 @@ def _add_layer_parts(
 ) -> Fields:
     """Add latent attention and experts.
 
-    The arguments but ``top_k`` are the family's defaults: routed experts, their inner width, shared experts,
+    ``inner``, ``shared`` and ``dense`` are the family's defaults: inner width of an expert, shared experts,
     and first layers without experts.
     """
     inner = config.read_size("moe_intermediate_size", limit="moe_intermediate_size", default=inner)
@@ -53,9 +60,7 @@ def _add_layer_parts(
         # A test model of at most three layers has no MoE layer.
         first = min(first, fields["num_hidden_layers"])
     fields["mixture_of_experts"] = {
-        "num_experts": config.read_size(
-            "n_routed_experts", "num_local_experts", limit="num_experts", default=experts
-        ),
+        "num_experts": experts,
         "num_experts_per_tok": top_k,
         "moe_intermediate_size": inner,
         # All shared experts are one MLP of their joint width (modeling_deepseek_v3.py, DeepseekV3MoE).

@@ -35,7 +35,7 @@ def _read_falcon(config: HfConfig) -> Fields:
     }
     check_even_heads(fields)
     is_new = config.read_flag("new_decoder_architecture", False)
-    is_parallel = config.read_flag("parallel_attn", True)
+    is_parallel = _read_flag(config, "parallel_attn")
     # FalconDecoderLayer.forward of the new architecture computes the MLP's input only with a parallel
     # residual.
     if is_new and not is_parallel:
@@ -43,7 +43,7 @@ def _read_falcon(config: HfConfig) -> Fields:
     # FalconAttention: one key and value head with multi_query, num_kv_heads in the new architecture, and
     # otherwise one for each query head.
     kv_heads = config.read_size("num_kv_heads", limit="num_key_value_heads", default=heads)
-    is_multi_query = config.read_flag("multi_query", True) and not is_new
+    is_multi_query = _read_flag(config, "multi_query") and not is_new
     if not is_new and not is_multi_query and kv_heads != heads:
         allowed = f"num_attention_heads={heads} without multi_query and new_decoder_architecture"
         refuse("config.json num_kv_heads", kv_heads, allowed, Value(heads))
@@ -70,6 +70,11 @@ def _read_falcon(config: HfConfig) -> Fields:
         "attention_output_bias": has_bias,
         "mlp_bias": has_bias,
     }
+
+
+def _read_flag(config: HfConfig, key: str) -> bool:
+    """Return a flag that is on without its key, but off if it is null (``bool | None`` in FalconConfig)."""
+    return config.read_flag(key, default=key not in config.data)
 
 
 def _read_starcoder2(config: HfConfig) -> Fields:

@@ -39,11 +39,11 @@ def _read_gemma3_text(config: HfConfig) -> Fields:
     fields = _read_common(config, kv_heads=4, positions=131_072)
     check_even_heads(fields)
     fields |= {"norms_per_layer": 4, "qk_norm": True}
-    # configuration_gemma3.py reads the pattern from the keyword ``sliding_window_pattern``, 6 by default, and
-    # stores it as ``_sliding_window_pattern``: every sixth layer has full attention.
+    # configuration_gemma3.py reads the pattern from the keyword ``sliding_window_pattern``, 6 by default:
+    # every sixth layer has full attention. ``_sliding_window_pattern``, as it is stored, is not read again.
     pattern = check_integer(
         "config.json sliding_window_pattern",
-        config.get("sliding_window_pattern", "_sliding_window_pattern", default=6),
+        config.get("sliding_window_pattern", default=6),
         low=1,
         high=LIMITS["num_hidden_layers"][1],
     )

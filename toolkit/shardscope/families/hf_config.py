@@ -9,15 +9,37 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardscope.core.architecture import Architecture
-from shardscope.core.errors import Value, find_similar, refuse
+from shardscope.core.errors import Value, find_similar, refuse, warn_user
 from shardscope.core.json_text import parse_json
 from shardscope.families.common import HfConfig
+from shardscope.families.family import Family
 from shardscope.families.registry import FAMILIES
 from shardscope.machine.hub import HubProblem, find_hub_problem
 from shardscope.machine.user_folders import expand_home
 
 MAX_BYTES = 1_000_000
 """Maximum size of a config.json; real ones have a few kilobytes."""
+
+_OTHER_HEADS = re.compile(
+    r"For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM|RewardModel"
+)
+"""Parts of class names in ``architectures`` of models that predict no next token."""
+
+_UNFUSED_ACTIVATIONS: Mapping[str, str | None] = {
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_python": "gelu",
+    "gelu_10": None,
+    "quick_gelu": None,
+    "xielu": None,
+}
+"""Activations of transformers' ``ACT2FN`` that run, and save tensors, operator by operator; and the name of
+the same function in one kernel."""
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys of the language model's config in a config.json of several models."""
 
 
 def read_architecture(config: str | Path | Mapping[str, object], rehearse_only: bool = False) -> Architecture:
@@ -86,33 +108,95 @@ def build_architecture(
 
     Raises ``ValueError`` for an unknown ``model_type``, unless ``rehearse_only``, and for invalid keys.
     """
+    _check_head(data)
     family = data.get("model_type")
     display_name = name or data.get("_name_or_path") or family
     if not isinstance(family, str) or family not in FAMILIES:
         if rehearse_only and isinstance(family, str):
-            from shardscope.families.unknown import UnknownFamily
+            from shardscope.families.unknown import UnknownFamily, is_causal_language_model
 
+            if not is_causal_language_model(family):
+                _refuse_other_model(data, family)
             return UnknownFamily.from_config(data, str(display_name))
         _refuse_family(data, family)
     if not isinstance(display_name, str):
         refuse("config.json _name_or_path", display_name, "text", Value(family))
     fields = {"name": display_name, "model_type": family, **FAMILIES[family].read(HfConfig(data))}
-    return Architecture.from_dict(fields)
+    architecture = Architecture.from_dict(fields)
+    _warn_of_activation(data, FAMILIES[family])
+    return architecture
+
+
+def _warn_of_activation(data: Mapping[str, object], family: Family) -> None:
+    """Warn of an activation that saves other tensors than the family's, for which the formulas are."""
+    name = data.get(family.activation_key)
+    # gpt-oss clamps its gate and reads no activation from the config.
+    if not isinstance(name, str) or family.has_clamped_experts:
+        return
+    is_unfused = name in _UNFUSED_ACTIVATIONS
+    if is_unfused == (family.activation in _UNFUSED_ACTIVATIONS):
+        return
+    predicted = f"memory is predicted for {family.activation!r}, the default of {family.model_type!r}"
+    if is_unfused:
+        fused = _UNFUSED_ACTIVATIONS[name]
+        same = f"{fused!r}, the same function in one kernel; or " if fused else ""
+        problem = f"runs operator by operator and saves a tensor for each, but {predicted}, and is too low"
+        fix = f" Nearest fix: {same}Recipe.recompute='full', with which one layer at a time has them."
+    else:
+        problem, fix = f"saves fewer tensors, but {predicted}, and is too high", ""
+    warn_user(f"config.json {family.activation_key} is {name!r}, which {problem}.{fix}")
+
+
+def _check_head(data: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` for a classifier or reward model, whose head is not ``lm_head``."""
+    names = data.get("architectures")
+    for name in names if isinstance(names, list | tuple) else ():
+        if isinstance(name, str) and _OTHER_HEADS.search(name):
+            refuse(
+                "config.json architectures",
+                names,
+                "a causal language model (...ForCausalLM): other heads have no formulas",
+                "remove the key to plan the same layers with a language model's head",
+            )
 
 
 def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
     known = ", ".join(FAMILIES)
-    for part in ("text_config", "llm_config", "language_config", "thinker_config"):
-        if isinstance(data.get(part), Mapping):
-            fix = f"its language model alone, from_hf(config[{part!r}]), if its model_type is known"
-            refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
-    similar = find_similar(family, FAMILIES)
+    if part := _find_text_part(data):
+        key, model_type = part
+        condition = ", rehearse_only=True), if transformers has a causal language model of that model_type"
+        fix = (
+            f"its language model alone, from_hf(config[{key!r}]{')' if model_type in FAMILIES else condition}"
+        )
+        refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
+    # Derived families begin like their origin, and typing errors are rarely
+    # at the start: "mamba" is no "llama".
+    start = str(family).lower()[:2]
+    similar = find_similar(family, [name for name in FAMILIES if name.startswith(start)])
     same_layers = f"{similar!r} if its layers are the same; or " if similar else ""
     fix = (
         f"{same_layers}from_hf(config, rehearse_only=True), whose plan.rehearse() works for any "
-        "transformers model"
+        "causal language model of transformers"
     )
     refuse("config.json model_type", family, f"known architectures: {known}", fix)
+
+
+def _refuse_other_model(data: Mapping[str, object], family: str) -> NoReturn:
+    from shardscope.families.unknown import is_causal_language_model
+
+    fix = "the config.json of a causal language model"
+    if part := _find_text_part(data):
+        key, model_type = part
+        if isinstance(model_type, str) and is_causal_language_model(model_type):
+            fix = f"its language model alone, from_hf(config[{key!r}], rehearse_only=True)"
+    allowed = "a model_type for which the installed transformers has a causal language model"
+    refuse("config.json model_type", family, allowed, fix)
+
+
+def _find_text_part(data: Mapping[str, object]) -> tuple[str, object] | None:
+    """Return the key and ``model_type`` of the language model in a multimodal config; None: it has none."""
+    parts = ((key, data.get(key)) for key in _TEXT_PARTS)
+    return next(((key, part.get("model_type")) for key, part in parts if isinstance(part, Mapping)), None)
 
 
 def _find_on_hub(hub_id: str) -> Path:

@@ -49,7 +49,9 @@ def _has_no_adapter(config: HfConfig) -> NoReturn:
     raise LookupError(f"no adapter reads a config.json of {config.get('model_type')!r}")
 
 
-_UNKNOWN = Family(model_type="unknown", read=_has_no_adapter)
+_UNKNOWN = Family(
+    model_type="unknown", read=_has_no_adapter, unlike_megatron_core="layers that only transformers knows"
+)
 
 
 def find_family(arch: Architecture) -> Family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from shardscope.core.size_limits import check_size_field
 from shardscope.families.parameter_shapes import Parameter
 
 if TYPE_CHECKING:
-    import torch
+    from transformers import PreTrainedConfig
 
 SIZES = (
     "hidden_size",
@@ -63,14 +64,24 @@ class UnknownFamily(Architecture):
         ``ModuleNotFoundError``, which names the extra, if transformers is not installed.
         """
         hf_config = _read_with_transformers(config)
-        sizes = {field: getattr(hf_config, field, None) for field in SIZES}
+        sizes = {field: _read_size(hf_config, field) for field in SIZES}
+        for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+            if sizes[field] is None:
+                refuse(
+                    f"config.json {field}",
+                    None,
+                    "a whole number: a plan's degrees are checked against it, and transformers' config of "
+                    f"{config['model_type']!r} has none",
+                    "a model with attention heads in every layer",
+                )
         heads = sizes["num_attention_heads"]
         sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
-        if sizes["head_dim"] is None and heads and sizes["hidden_size"]:
+        if not sizes["head_dim"] and heads and sizes["hidden_size"]:
             sizes["head_dim"] = sizes["hidden_size"] // heads
         # Configs with experts only, or with a fixed multiple of the hidden width, have no such key.
         sizes["intermediate_size"] = sizes["intermediate_size"] or sizes["hidden_size"]
-        sizes["max_position_embeddings"] = sizes["max_position_embeddings"] or 1
+        # XLNet's -1 is for no limit.
+        sizes["max_position_embeddings"] = max(1, sizes["max_position_embeddings"] or 1)
         return cls.from_dict({
             "name": name,
             "model_type": str(config["model_type"]),
@@ -89,9 +100,11 @@ class UnknownFamily(Architecture):
     def num_parameters(self) -> int:
         """Number of parameters, counted on torch's meta device (imports torch)."""
         import torch
+        from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in build_transformers_model(self).parameters())
+            model = AutoModelForCausalLM.from_config(build_transformers_config(self))
+        return sum(parameter.numel() for parameter in model.parameters())
 
     @property
     def outer_shapes(self) -> tuple[Parameter, ...]:
@@ -111,15 +124,42 @@ class UnknownFamily(Architecture):
         )
 
 
-def build_transformers_model(architecture: UnknownFamily) -> torch.nn.Module:
-    """Build the model from its own config.json, in fp32 and without a KV cache."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def build_transformers_config(architecture: UnknownFamily) -> PreTrainedConfig:
+    """Return its own config.json as transformers' class, without a KV cache."""
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**json.loads(architecture.config_json))
+    config: PreTrainedConfig = AutoConfig.for_model(**json.loads(architecture.config_json))
     config.get_text_config().use_cache = False
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
+    return config
+
+
+def is_causal_language_model(model_type: str) -> bool:
+    """Return whether transformers' ``AutoModelForCausalLM`` builds it; True if transformers does not know it.
+
+    An unknown one raises with transformers' own error when its config is read.
+    """
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ModuleNotFoundError:
+        return True
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING_NAMES
+
+
+def _read_size(hf_config: object, field: str) -> int | None:
+    """Return a size of transformers' config, or None if it has none.
+
+    Where layers differ (Gemma 3n and 4), it is the greatest common divisor of theirs: degrees that divide it
+    divide the size of every layer.
+    """
+    try:
+        value = getattr(hf_config, field, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        layers: list[object] = getattr(hf_config, "per_layer_config", [])
+        value = [getattr(layer, field, None) for layer in layers]
+    if isinstance(value, list | tuple) and value and all(type(size) is int for size in value):
+        return math.gcd(*value)
+    return value
 
 
 def _read_with_transformers(config: Mapping[str, object]) -> object:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardscope.families.registry import find_family, get_family
+from shardscope.families.unknown import UnknownFamily, build_transformers_config
 from shardscope.memory.activations.modules.attention import find_window_layers
 
 if TYPE_CHECKING:
@@ -50,12 +51,23 @@ def build_model(
     the family's transformers config has are passed by name. Raises ``RuntimeError`` if the number of
     parameters differs from the plan's.
     """
+    return _build_checked(build_model_config(architecture, dropout), architecture, attention)
+
+
+def build_model_config(architecture: Architecture, dropout: float = 0.0) -> PreTrainedConfig:
+    """Return the transformers config of ``architecture``: of a family without formulas, its config.json's."""
     from transformers import AutoConfig
 
+    if isinstance(architecture, UnknownFamily):
+        # Its sizes are only those that degrees are checked against, and say nothing of its layers.
+        config = build_transformers_config(architecture)
+        _set_for_training(config.get_text_config(), dropout)
+        return config
     values = config_values(architecture)
     known = AutoConfig.for_model(architecture.model_type).to_dict()
     values |= {name: dropout for name in DROPOUTS if name in known}
-    return _build_checked(AutoConfig.for_model(architecture.model_type, **values), architecture, attention)
+    built: PreTrainedConfig = AutoConfig.for_model(architecture.model_type, **values)
+    return built
 
 
 def build_from_config(
@@ -68,6 +80,12 @@ def build_from_config(
     """
     config = _parse_config(config_json)
     config.use_cache = False
+    _set_for_training(config, dropout)
+    return _build_checked(config, architecture, None)
+
+
+def _set_for_training(config: PreTrainedConfig, dropout: float) -> None:
+    """Set what the recipe, not the config.json, decides: dropouts, router noise and the router's loss."""
     if hasattr(config, "output_router_logits"):
         # No auxiliary router loss: pipelines and Megatron have none, and all engines must train the same.
         config.output_router_logits = False
@@ -75,7 +93,6 @@ def build_from_config(
     for name, value in values.items():
         if hasattr(config, name):
             setattr(config, name, value)
-    return _build_checked(config, architecture, None)
 
 
 def _parse_config(config_json: Mapping[str, object]) -> PreTrainedConfig:
@@ -96,10 +113,8 @@ def _build_checked(
     """Build the model of a config. Raises ``RuntimeError`` if its size differs from ``architecture``'s."""
     from transformers import AutoModelForCausalLM
 
-    implementation = attention or ("sdpa" if find_family(architecture).has_sdpa else "eager")
-    transformers_name = "flash_attention_2" if implementation == "flash" else implementation
     model: torch.nn.Module = AutoModelForCausalLM.from_config(
-        config, attn_implementation=transformers_name, dtype=torch.float32
+        config, attn_implementation=choose_attention(architecture, attention), dtype=torch.float32
     )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters != architecture.num_parameters:
@@ -108,6 +123,18 @@ def _build_checked(
             f"one that transformers built has {num_parameters:,}: the plan's memory and time would be wrong"
         )
     return model
+
+
+def choose_attention(architecture: Architecture, attention: str | None) -> str | None:
+    """Return transformers' name of an attention implementation; ``attention`` None: the family's default.
+
+    None is transformers' own choice: whether a family without formulas has SDPA is unknown here.
+    """
+    if attention is not None:
+        return "flash_attention_2" if attention == "flash" else attention
+    if isinstance(architecture, UnknownFamily):
+        return None
+    return "sdpa" if find_family(architecture).has_sdpa else "eager"
 
 
 def config_values(architecture: Architecture) -> dict[str, object]:
@@ -135,8 +162,13 @@ def config_values(architecture: Architecture) -> dict[str, object]:
         values["sliding_window"] = None
     num_groups = getattr(family, "n_group", None)
     num_experts = values.get("n_routed_experts", 0)
-    if num_groups and isinstance(num_experts, int) and num_experts % num_groups:
-        # DeepSeek routes by groups of experts; how many groups changes no size.
+    if (
+        num_groups
+        and isinstance(num_experts, int)
+        and (num_experts % num_groups or num_experts < 2 * num_groups)
+    ):
+        # DeepSeek routes by groups of experts, each scored by its two best ones (DeepseekV3MoE); how many
+        # groups changes no size.
         values |= {"n_group": 1, "topk_group": 1}
     # A family's default token ids may exceed a small vocabulary; our tokenizer's only special token is 0.
     return {**values, "use_cache": False, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardscope.core.ops import ceil_div
-from shardscope.families.registry import find_family
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, build_deepspeed_config
 from shardscope.frameworks.deepspeed.layout import get_layout
 from shardscope.frameworks.deepspeed.rehearsal.experts import (
@@ -25,7 +24,7 @@ from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
 from shardscope.rehearsal.quantization import fake_quantile_maps
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.loss import apply_chunked_loss
-from shardscope.training.model.model import DROPOUTS, config_values
+from shardscope.training.model.model import build_model_config, choose_attention
 from shardscope.training.model.recompute import apply_recompute
 from shardscope.training.optimizers.optimizers import build_optimizer
 
@@ -135,16 +134,13 @@ def build_model(
     plan: Plan, deepspeed: ModuleType, config: dict[str, object], tracker: Tracker
 ) -> torch.nn.Module:
     """Build the plan's model in the compute type; stage 3 partitions each tensor when it is created."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     dtype = _DTYPES.get(plan.recipe.precision, torch.bfloat16)
     arch = plan.architecture
-    eager = not find_family(arch).has_sdpa or plan.recipe.attention == "eager"
-    attention = "eager" if eager else "sdpa"
-    known = AutoConfig.for_model(arch.model_type).to_dict()
+    attention = choose_attention(arch, "eager" if plan.recipe.attention == "eager" else None)
     # GPT-2's default probabilities are 0.1, which would save dropout masks.
-    dropouts = {name: plan.recipe.dropout for name in DROPOUTS if name in known}
-    values = AutoConfig.for_model(arch.model_type, **(config_values(arch) | dropouts))
+    values = build_model_config(arch, plan.recipe.dropout)
     partitions = get_layout(plan).stage == 3
     # transformers' modules of experts cannot be built inside zero.Init: partition them afterwards.
     inside_init = partitions and arch.mixture_of_experts is None

@@ -16,6 +16,7 @@ import torch
 
 from shardscope.core.errors import check_choice, refuse
 from shardscope.families.registry import list_families_with
+from shardscope.families.unknown import UnknownFamily
 from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout
 from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import find_peak_rank
@@ -48,8 +49,10 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
     deepspeed = import_deepspeed()
     if plan.degrees.pp > 1:
         return rehearse_stages(plan, deepspeed, note_progress)
-    # Tensor-parallel ranks are consecutive.
-    rank = plan.degrees.tp * find_peak_rank(plan)
+    # Which rank has most is computed from the tensors' sizes, which only families with formulas have here: of
+    # others it is the first, as with equal partitions. Tensor-parallel ranks are consecutive.
+    has_formulas = not isinstance(plan.architecture, UnknownFamily)
+    rank = plan.degrees.tp * find_peak_rank(plan) if has_formulas else 0
     with build_world(plan, deepspeed, rank) as (tracker, device), fake_files() as files:
         return [_run_steps(plan, deepspeed, tracker, note_progress, device, files)]
 
