@@ -13,6 +13,7 @@ from shardscope.timing.matmul import (
     count_adapters,
     count_dora_products,
     count_eager_attention,
+    count_layer_products,
     count_unaligned,
 )
 from shardscope.timing.rates import look_up_rates
@@ -117,3 +118,18 @@ def test_eager_attention_multiplies_every_query_with_every_key(name: str, heads:
     assert pairs == 7 * heads / 2 * 100 * width
     # Each query and score is read or written once for each of the two matmuls.
     assert moved == 7 * heads / 2 * 2 * (100 + width)
+
+
+@pytest.mark.parametrize(
+    ("name", "moe", "last"),
+    [
+        ("llama-3.1-8b", False, 4096 * 14336),
+        ("deepseek-v2-lite", False, 2048 * 10944),
+        ("deepseek-v2-lite", True, 0),  # Outputs of experts are weighted after their last matmul.
+        ("gemma-2-9b", False, 0),  # A norm follows the MLP.
+    ],
+)
+def test_recomputation_skips_the_last_matmul_where_nothing_saves_a_tensor_after_it(
+    name: str, moe: bool, last: int
+) -> None:
+    assert count_layer_products(ss.models[name], moe, 1, 1, 1).last.weights == last
