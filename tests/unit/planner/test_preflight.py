@@ -247,6 +247,25 @@ def test_resharding_after_forward_with_enough_memory_is_reported() -> None:
     assert find_by_name(finding.plan, "gathers-again-though-room") is None
 
 
+@pytest.mark.parametrize(
+    ("cluster", "seq_len", "is_tight", "gains"),
+    [("8xl40s-48gb", 1024, True, True), ("8xh100-sxm-80gb", 8192, False, False)],
+    ids=["too little memory", "too little time"],
+)
+def test_resharding_is_not_reported_where_keeping_the_parameters_does_not_pay(
+    cluster: str, seq_len: int, is_tight: bool, gains: bool
+) -> None:
+    kept = ss.Layout.fsdp2(reshard_after_forward=False)
+    recipe = {"seq_len": seq_len, "recompute": "full", "micro_batch_size": 1}
+    plan, other = (
+        make_plan("llama-3.1-8b", cluster, layout, **recipe) for layout in (ss.Layout.fsdp2(), kept)
+    )
+    assert plan.memory().fits and not plan.memory().is_tight and other.memory().fits
+    assert other.memory().is_tight == is_tight
+    assert (other.step().seconds < 0.98 * plan.step().seconds) == gains
+    assert find_by_name(plan, "gathers-again-though-room") is None
+
+
 def test_too_many_shards_are_reported() -> None:
     plan = make_plan("llama-3.2-1b", "64x8xh100-sxm-80gb", seq_len=1024, global_batch_size=512)
     finding = find_only(plan, "sharded-too-finely")
