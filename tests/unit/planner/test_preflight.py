@@ -18,6 +18,7 @@ from shardscope.core.precision import widths
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks import CHECKS, SEVERITIES, Finding
 from shardscope.planner.checks.nearby_widths import align_width
+from shardscope.planner.checks.widths import list_widths_on_rank
 from shardscope.planner.memory_needs import fits, list_memory_needs
 from shardscope.timing.report import format_seconds
 
@@ -246,6 +247,25 @@ def test_resharding_after_forward_with_enough_memory_is_reported() -> None:
     assert find_by_name(finding.plan, "gathers-again-though-room") is None
 
 
+@pytest.mark.parametrize(
+    ("cluster", "seq_len", "is_tight", "gains"),
+    [("8xl40s-48gb", 1024, True, True), ("8xh100-sxm-80gb", 8192, False, False)],
+    ids=["too little memory", "too little time"],
+)
+def test_resharding_is_not_reported_where_keeping_the_parameters_does_not_pay(
+    cluster: str, seq_len: int, is_tight: bool, gains: bool
+) -> None:
+    kept = ss.Layout.fsdp2(reshard_after_forward=False)
+    recipe = {"seq_len": seq_len, "recompute": "full", "micro_batch_size": 1}
+    plan, other = (
+        make_plan("llama-3.1-8b", cluster, layout, **recipe) for layout in (ss.Layout.fsdp2(), kept)
+    )
+    assert plan.memory().fits and not plan.memory().is_tight and other.memory().fits
+    assert other.memory().is_tight == is_tight
+    assert (other.step().seconds < 0.98 * plan.step().seconds) == gains
+    assert find_by_name(plan, "gathers-again-though-room") is None
+
+
 def test_too_many_shards_are_reported() -> None:
     plan = make_plan("llama-3.2-1b", "64x8xh100-sxm-80gb", seq_len=1024, global_batch_size=512)
     finding = find_only(plan, "sharded-too-finely")
@@ -388,11 +408,19 @@ def test_updates_below_bf16_resolution_are_reported() -> None:
 def test_an_unaligned_vocabulary_is_reported() -> None:
     plan = make_plan("gpt2", "8xa100-sxm-80gb", seq_len=1024)
     finding = find_only(plan, "width-misses-matrix-units")
-    assert finding.number == 50_257
+    assert finding.number == 50_257 and finding.severity == "warning"
+    assert " is 50,257: no multiple of " in finding.why, "no other width misses"
     assert finding.plan is not None and finding.plan.architecture.vocab_size == 50_304
     assert find_by_name(finding.plan, "width-misses-matrix-units") is None
     assert find_by_name(make_plan(), "width-misses-matrix-units") is None
     assert find_by_name(make_plan("gpt2", "2xcpu", seq_len=1024), "width-misses-matrix-units") is None
+
+
+def test_widths_are_those_of_one_tensor_parallel_rank() -> None:
+    plan = make_plan(layout=ss.Layout.megatron(tp=4), seq_len=1024, micro_batch_size=2)
+    assert list(list_widths_on_rank(plan).values()) == [
+        4096, 14336 // 4, 32 // 4 * 128, 8 // 4 * 128, 128_512 // 4, 2 * 1024,
+    ]  # fmt: skip
 
 
 def test_an_unaligned_number_of_tokens_is_reported() -> None:
@@ -558,7 +586,10 @@ def test_short_or_unknown_nvme_is_reported() -> None:
     plan = make_plan("llama-3.1-70b", "h100-sxm-80gb", layout, recompute="full")
     unknown = replace(plan, cluster=replace(plan.cluster, nvme_bytes=None))
     needed = plan.memory().nvme_bytes
-    assert find_only(unknown, "nvme-not-known").number == needed / 2**30
+    finding = find_only(unknown, "nvme-not-known")
+    assert finding.number == needed / 2**30 and finding.severity == "warning"
+    assert finding.change == "Set Cluster.nvme_bytes"
+    assert finding.question is not None and finding.question.field == "nvme_bytes"
     small = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**38))
     assert find_only(small, "out-of-nvme").number == (needed - 2**38) / 2**30
     large = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**43))
@@ -571,6 +602,8 @@ def test_unknown_host_memory_that_building_the_model_needs() -> None:
     unknown = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=None))
     finding = find_only(unknown, "host-memory-not-known")
     assert finding.number == pytest.approx(8 * plan.memory().host_bytes / 2**30)
+    assert finding.change == "Set Cluster.host_memory_bytes" and finding.severity == "warning"
+    assert finding.question is not None and finding.question.field == "host_memory_bytes"
     assert find_by_name(plan, "host-memory-not-known") is None
     # All ranks of a node load the model at the same time, before any of it is sharded.
     name = "out-of-host-memory-at-start"

@@ -6,11 +6,12 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.requirements import examples
+from tests.requirements import examples, needs
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -152,6 +153,23 @@ def test_bubble_of_equal_stages_is_the_closed_formula(
     if vpp == 1 or backward >= forward:
         assert (total - own) / own == pytest.approx((pp - 1) / (vpp * number), rel=1e-9)
     assert total >= own * (1 + (pp - 1) / (vpp * number)) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("vpp", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_interleaved_passes_run_in_the_order_of_torch(pp: int, vpp: int) -> None:
+    schedules = needs("torch.distributed.pipelining.schedules")
+    stage = MagicMock(num_stages=pp * vpp, group_size=pp, group_rank=0, stage_index=0, has_backward=False)
+    # With 10 micro-batches on 4 stages, rounds are of 5.
+    for number in (1, 3, 8, 10):
+        expected = schedules.ScheduleInterleaved1F1B([stage] * vpp, number, loss_fn=None).pipeline_order
+        for rank, actions in expected.items():
+            order = [
+                (one.computation_type.name == "FORWARD", one.stage_index // pp, one.microbatch_index)
+                for one in actions
+                if one is not None
+            ]
+            assert list(iterate_passes("interleaved", pp, vpp, rank, number)) == order
 
 
 def simulate_bubble(vpp: int, micro_batches: int, seconds: list[tuple[float, float]]) -> tuple[float, float]:

@@ -35,6 +35,8 @@ def test_fault_52_no_exit_code_makes_a_run_failed(code: int) -> None:
     status, reason = decide([RETURNED], code)
     assert status == "finished" and reason.startswith("the task returned on every rank")
     assert ("later, rank 0" in reason) == (code != 0)
+    # The code of a launcher of several ranks is no rank's.
+    assert decide([RETURNED, RETURNED], code) == ("finished", "the task returned on every rank")
 
 
 def test_events_after_every_task_returned_are_in_the_reason() -> None:
@@ -66,3 +68,4 @@ def test_the_reason_of_a_killed_launcher_names_the_likely_sender() -> None:
     status, reason = decide([AT_WORK, AT_WORK], -9, killer="memory ran out")
     assert status == "failed" and "launcher" in reason and reason.endswith("SIGKILL: memory ran out")
     assert decide([AT_WORK], -9, killer="memory ran out")[1].startswith("rank 0 was killed by SIGKILL")
+    assert decide([AT_WORK, AT_WORK], -9)[1].endswith("SIGKILL"), "nothing follows without a known sender"

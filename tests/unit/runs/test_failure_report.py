@@ -360,3 +360,21 @@ def test_fault_10_the_oom_counter_of_this_processs_own_cgroup_is_read(tmp_path: 
     assert count() == (1, 12)
     assert OomKills(3, None).subtract(OomKills(1, 7)) == (2, None)
     assert read_oom_kills(tmp_path / "none", tmp_path, tmp_path / "none") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, None), (None, None), (7, "exited with code 7"), (-11, "crashed with SIGSEGV")]
+)
+def test_a_crash_after_the_task_returned_is_reported_as_such(
+    tmp_path: Path, code: int | None, words: str | None
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_json(folder.rank(1), {"exit": "finished"})
+    append_line(folder.exits, {"monotonic": 1.0, "rank": 1, "code": code})
+    reasons = [failure.reason for failure in find_failures(folder, 2)]
+    if words is None:
+        assert reasons == []
+        return
+    (reason,) = reasons
+    assert reason.startswith(f"rank 1 {words}") and reason.endswith("after its task had returned")

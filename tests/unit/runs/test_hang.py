@@ -30,6 +30,7 @@ from shardscope.runs.watch.stacks import (
     parse_main_thread,
     read_process_state,
 )
+from shardscope.runs.watch.standstill import StandstillDetector
 
 TOOLKIT = Path(ss.__file__).parent
 
@@ -221,6 +222,36 @@ def test_slow_steps_have_a_limit_of_many_medians(folder: RunFolder, ranks: list[
     assert len(wait(watch, 10)) == 1
 
 
+def test_several_records_of_a_step_are_one_step(folder: RunFolder, ranks: list[Any]) -> None:
+    """Validation logged a moment after each step halved the median, and slow steps were hangs."""
+    watch = HangDetector(folder, 1, least_seconds=10)
+    records = make_steps(0, 8, seconds=30.0)
+    again = [{**record, "time": record["time"] + 0.1, "validation": 1.0} for record in records]
+    both = [one for pair in zip(records, again, strict=True) for one in pair]
+    watch.check({0: both}, 1.0)
+    assert wait(watch, 590) == []
+    assert len(wait(watch, 20)) == 1
+
+
+@pytest.mark.parametrize("when", [None, "late", [1.0]])
+def test_records_without_a_time_are_no_step_times(folder: RunFolder, when: Any) -> None:
+    watch = HangDetector(folder, 1, least_seconds=10)
+    records = make_steps(0, 8)
+    watch.check({0: [{**record, "time": when} for record in records]}, 1.0)
+    assert not watch.has_steps
+    watch.check({0: records}, 1.0)
+    assert watch.has_steps
+
+
+def test_the_limit_is_that_of_the_environment(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDSCOPE_HANG_SECONDS", "7")
+    watch = HangDetector(folder, 1)
+    watch.check({0: make_steps(0, 8)}, 1.0)
+    assert wait(watch, 6) == []
+    assert len(wait(watch, 8)) == 1
+    assert StandstillDetector(folder, 1).quiet_seconds == 70
+
+
 @pytest.mark.parametrize("ranks", [("save_checkpoint", "wait")], indirect=True)
 def test_a_checkpoint_extends_the_limit_but_not_forever(folder: RunFolder, ranks: list[Any]) -> None:
     watch = HangDetector(folder, 2, least_seconds=2)
@@ -228,6 +259,9 @@ def test_a_checkpoint_extends_the_limit_but_not_forever(folder: RunFolder, ranks
     assert wait(watch, 2 * BUSY_FACTOR - 1) == []
     (words,) = wait(watch, 8)
     assert "rank 0 is at a checkpoint" in words
+    # Each request interrupts the ranks, so they come at twice the time of the last one.
+    requests = folder.stacks(0).read_text().count(" in save_checkpoint\n")
+    assert 2 <= requests <= 5
 
 
 def test_start_up_ended_ranks_and_a_suspended_machine_are_not_hangs(folder: RunFolder) -> None:

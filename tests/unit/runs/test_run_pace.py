@@ -135,3 +135,37 @@ def test_the_slowest_of_many_ranks_is_compared_with_the_median_of_the_others() -
     slowest = pace.slowest
     assert slowest is not None and (slowest.rank, slowest.num_ranks) == (7, 9)
     assert slowest.excess == pytest.approx(1.5 / 1.035 - 1)
+
+
+@pytest.mark.parametrize(
+    ("every", "seconds", "lacks", "is_behind"),
+    [
+        (1, 1.0, 3, False),
+        (1, 1.0, 4, True),
+        # Logged every tenth step: lateness counts in these intervals.
+        (10, 1.0, 20, False),
+        (10, 1.0, 40, True),
+        # Of steps that take milliseconds, some rank always lacks many.
+        (1, 0.01, 150, False),
+        (1, 0.01, 250, True),
+    ],
+)
+def test_a_rank_is_behind_after_three_logging_intervals_and_two_seconds(
+    every: int, seconds: float, lacks: int, is_behind: bool
+) -> None:
+    pace = Pace()
+    pace.add(make_records(0, range(0, 1000, every), seconds))
+    pace.add(make_records(1, range(0, 1000 - lacks, every), seconds))
+    assert pace.slowest is not None
+    assert pace.slowest.steps_behind == (lacks if is_behind else 0)
+    assert pace.slowest.is_even is not is_behind
+
+
+def test_the_slowest_node_is_compared_with_the_median_of_the_others() -> None:
+    pace = Pace()
+    for rank, seconds in enumerate((1.0, 1.1, 1.5, 1.5, 1.2, 1.2, 9.0)):
+        pace.add(make_records(rank, range(5), seconds, every=2.0))
+    # Rank 6 is on no known node.
+    slowest = pace.find_slowest_node({0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2})
+    assert slowest is not None and slowest.number == 1
+    assert slowest.excess == pytest.approx(1.5 / ((1.05 + 1.2) / 2) - 1)

@@ -15,7 +15,8 @@ from shardscope.machine.processes import read_start_time
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import write_json
 from shardscope.runs.watch.hang import BUSY_FACTOR
-from shardscope.runs.watch.standstill import Activity, StandstillDetector
+from shardscope.runs.watch.stack_requests import NO_REPLY, NO_SPACE
+from shardscope.runs.watch.standstill import NUM_SAMPLES, Activity, StandstillDetector
 
 RANK = """
 import sys, threading, time
@@ -168,3 +169,75 @@ def test_activity_of_child_processes_counts_as_the_ranks(
         finally:
             subprocess.run(["kill", str(child)], check=True)
     assert watch._read_activity() == {}
+
+
+STACK = """Thread 0x00007f1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line {other} in run
+
+Current thread 0x00007f2 (most recent call first):
+  File "/home/me/task.py", line 7 in wait
+"""
+
+
+def build_watch(
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    cpu_seconds: float = 0.0,
+    replies: tuple[str, str] = (STACK, STACK),
+) -> StandstillDetector:
+    """Return the detector of one rank that uses ``cpu_seconds`` per second, and answers with ``replies``."""
+    watch = StandstillDetector(folder, 1, quiet_seconds=600)
+    clock, answers = [0.0], list(replies)
+
+    def read_activity() -> dict[int, Activity]:
+        clock[0] += watch.quiet_seconds / NUM_SAMPLES
+        return {0: Activity(cpu_seconds * clock[0], 0, watch._count_printed(0))}
+
+    monkeypatch.setattr(watch, "_read_activity", read_activity)
+    monkeypatch.setattr(watch._stacks, "send", lambda: None)
+    monkeypatch.setattr(watch._stacks, "read_replies", lambda: {0: answers.pop(0) if answers else NO_REPLY})
+    return watch
+
+
+def check_for(watch: StandstillDetector, seconds: int) -> list[str]:
+    results = [watch.check({}, 1.0, has_steps=False) for _ in range(seconds)]
+    return [words for words in results if words]
+
+
+@pytest.mark.parametrize(("cpu_seconds", "hangs"), [(0.0, True), (0.01, True), (0.03, False)])
+def test_threads_that_wait_may_use_two_percent_of_a_core(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, cpu_seconds: float, hangs: bool
+) -> None:
+    watch = build_watch(folder, monkeypatch, cpu_seconds=cpu_seconds)
+    assert check_for(watch, 595) == []
+    assert len(check_for(watch, 100)) == hangs and watch.hangs == hangs
+
+
+@pytest.mark.parametrize(
+    ("replies", "hangs"),
+    [
+        ((STACK.replace("{other}", "8"), STACK.replace("{other}", "9")), True),
+        ((STACK, STACK.replace("line 7", "line 8")), False),
+        ((NO_REPLY, NO_REPLY), False),
+        ((NO_SPACE, NO_SPACE), False),
+    ],
+    ids=["another thread", "main thread", "no reply", "no space"],
+)
+def test_only_a_known_and_unchanged_main_thread_stands_still(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, replies: tuple[str, str], hangs: bool
+) -> None:
+    watch = build_watch(folder, monkeypatch, replies=replies)
+    assert len(check_for(watch, 700)) == hangs and watch.hangs == hangs
+
+
+def test_a_suspended_machine_and_a_run_without_ranks_do_not_stand_still(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = StandstillDetector(folder, 1, quiet_seconds=60)
+    assert check_for(watch, 300) == [] and not watch.hangs, "no rank has started"
+    watch = build_watch(folder, monkeypatch)
+    assert check_for(watch, 300) == []
+    assert watch.check({}, 3600.0, has_steps=False) is None
+    assert check_for(watch, 280) == []
+    assert len(check_for(watch, 100)) == 1

@@ -168,6 +168,26 @@ def test_a_signal_that_is_noticed_after_the_end_is_its_reason(node: NodeFolder) 
     assert run.stop.reason == "the supervisor got SIGTERM" and run.stop.by_signal and run.signals == []
 
 
+def test_a_late_signal_does_not_replace_the_reason_of_a_stop(node: NodeFolder) -> None:
+    run = FakeRun(node)
+    run.command(USER_STOP)
+    run.stop.record_late_signal(signal.SIGTERM)
+    assert run.stop.reason == "run.stop() was called" and run.stop.by_user and not run.stop.by_signal
+
+
+@pytest.mark.parametrize(("waited", "left"), [(10, 25), (590, 10)])
+def test_the_end_of_a_job_shortens_the_time_for_a_requested_checkpoint(
+    node: NodeFolder, monkeypatch: pytest.MonkeyPatch, waited: float, left: float
+) -> None:
+    """The user's stop gives 600 s, Slurm 25; the earlier of both ends counts."""
+    set_job(monkeypatch, ENDED_JOB)
+    run = FakeRun(node)
+    run.command(USER_SAVE)
+    assert run.pass_time(waited) == []
+    assert run.stop.obey_signal(signal.SIGTERM)
+    assert run.pass_time(left - 1) == [] and run.pass_time(1) == [signal.SIGHUP]
+
+
 def test_slurm_leaves_time_for_a_checkpoint(node: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     set_job(monkeypatch, ENDED_JOB)
     run = FakeRun(node)

@@ -6,7 +6,16 @@ import pytest
 
 import shardscope as ss
 from shardscope.catalog import load_efficiency
-from shardscope.timing.matmul import Products, count_unaligned
+from shardscope.memory.state.lora import count_adapter_parameters
+from shardscope.timing.matmul import (
+    Products,
+    count_adapter_products,
+    count_adapters,
+    count_dora_products,
+    count_eager_attention,
+    count_layer_products,
+    count_unaligned,
+)
 from shardscope.timing.rates import look_up_rates
 
 
@@ -72,3 +81,55 @@ def test_sdpa_takes_the_kernels_that_torch_prefers(gpu: str, takes_cudnn: bool) 
     if takes_cudnn:
         assert rates.sdpa["bf16"] == rates.cudnn_attention["bf16"]
     assert rates.get_attention_rate("fp32", "sdpa") == rates.get_attention_rate("fp32", "flash")
+
+
+LORA = ss.Recipe(method="lora", lora_rank=8, lora_targets=("q_proj", "v_proj"))
+SHAPES = ((4096, 4096), (1024, 4096))
+"""Rows and columns of Llama 3.1 8B's q_proj and v_proj."""
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_adapters_multiply_with_their_own_weights(tp: int) -> None:
+    arch = ss.models["llama-3.1-8b"]
+    products = count_adapter_products(arch, False, LORA, tp)
+    assert products.weights == count_adapter_parameters(arch, LORA) / arch.num_hidden_layers / tp
+    # An input and an output per matrix: the columns and 8, then 8 and the rows.
+    assert products.edges == sum((rows + columns) // tp + 2 * 8 for rows, columns in SHAPES)
+    assert count_adapters(arch, False, LORA) == 2
+
+
+def test_dora_multiplies_both_matrices_with_the_identity() -> None:
+    pairs, moved, matrices = count_dora_products(ss.models["llama-3.1-8b"], False, LORA)
+    assert pairs == sum(8 * columns * columns + rows * 8 * columns for rows, columns in SHAPES)
+    # Read: the identity, A, their product and B. Written: that product, and the product of all.
+    assert moved == sum(
+        columns * columns + 8 * columns + 8 * columns + rows * 8 + 8 * columns + rows * columns
+        for rows, columns in SHAPES
+    )
+    assert matrices == sum(rows * columns for rows, columns in SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "width"), [("llama-3.1-8b", 32, 128 + 128), ("deepseek-v3", 128, (128 + 64) + 128)]
+)
+def test_eager_attention_multiplies_every_query_with_every_key(name: str, heads: int, width: int) -> None:
+    """``width`` is that of a key and of a value; DeepSeek's keys have a rotary part, which values lack."""
+    pairs, moved = count_eager_attention(ss.models[name], 100, 7, 2)
+    assert pairs == 7 * heads / 2 * 100 * width
+    # Each query and score is read or written once for each of the two matmuls.
+    assert moved == 7 * heads / 2 * 2 * (100 + width)
+
+
+@pytest.mark.parametrize(
+    ("name", "moe", "last"),
+    [
+        ("llama-3.1-8b", False, 4096 * 14336),
+        ("deepseek-v2-lite", False, 2048 * 10944),
+        ("deepseek-v2-lite", True, 0),  # Outputs of experts are weighted after their last matmul.
+        ("gemma-2-9b", False, 0),  # A norm follows the MLP.
+    ],
+)
+def test_recomputation_skips_the_last_matmul_where_nothing_saves_a_tensor_after_it(
+    name: str, moe: bool, last: int
+) -> None:
+    assert count_layer_products(ss.models[name], moe, 1, 1, 1).last.weights == last

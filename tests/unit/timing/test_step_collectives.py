@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -117,3 +117,28 @@ def test_measured_calls_are_interpolated_for_arrays_and_numbers() -> None:
     assert measured.seconds(sizes, 1) == pytest.approx(expected)
     assert [measured.seconds(size, 1) for size in sizes] == pytest.approx(expected)
     assert measured.seconds(8 * sizes, 8) == pytest.approx(8 * expected)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("inside", ["nvlink-4", "pcie-3-x16"])
+def test_only_a_faster_bounding_link_shortens_a_large_transfer(collective: Collective, inside: str) -> None:
+    rates = look_up_rates(replace(MANY, intra_node_link=links[inside]))
+    for ranks, stride in product((2, 4, 8, 16, 64, 512), (1, 2, 4, 8, 64)):
+        transfer = build_transfer(collective, 1e14, ranks, stride)
+        bounding, seconds = (
+            find_bounding_link(transfer, 8, rates),
+            compute_transfer_seconds(transfer, 8, rates),
+        )
+        for name, link in (("inside", rates.inside), ("between", rates.between)):
+            faster = replace(rates, **{name: link._replace(bytes_per_second=1.01 * link.bytes_per_second)})
+            is_shorter = compute_transfer_seconds(transfer, 8, faster) < 0.999 * seconds
+            assert is_shorter == (bounding == link), (ranks, stride, name)
+
+
+@pytest.mark.parametrize(("ranks", "link"), [(8, RATES.inside), (64, RATES.between)])
+def test_each_message_of_an_all_to_all_waits_for_one_latency(ranks: int, link: Any) -> None:
+    transfer = build_transfer("all_to_all", 1.0, ranks)
+    expected = 5 * link.latency_seconds
+    assert compute_transfer_seconds(transfer._replace(num_messages=5), 8, RATES) == pytest.approx(
+        expected, rel=1e-3
+    )

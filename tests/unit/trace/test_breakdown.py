@@ -239,6 +239,22 @@ def test_idle_causes_of_a_gpu(tmp_path: Path) -> None:
     longest = rows["host-bound"]
     assert (to_ns(longest["start_seconds"]), to_ns(longest["end_seconds"])) == (100, 200)
     assert longest["track"] == "stream 7"
+    shares = {cause: row["share"] for cause, row in rows.items()}
+    assert shares == pytest.approx({cause: row["seconds"] * 1e9 / 1000 for cause, row in rows.items()})
+
+
+@pytest.mark.parametrize("name", ["c10d::barrier", "c10d::monitored_barrier_"])
+def test_a_gpu_that_waits_at_a_barrier_of_the_host_waits_for_a_collective(tmp_path: Path, name: str) -> None:
+    events = [
+        step(0, 0, 300),
+        launch(0, 10, 1),
+        kernel(20, 100, correlation=1),
+        annotation(110, 180, name),
+        launch(185, 190, 2),
+        kernel(200, 300, correlation=2),
+    ]
+    rows = {row["cause"]: to_ns(row["seconds"]) for row in load_ranks(tmp_path, {0: events}).idle()}
+    assert rows["waiting for a collective"] == 70
 
 
 def test_work_that_waits_long_after_its_launch_is_not_waiting_for_the_host(tmp_path: Path) -> None:
@@ -374,6 +390,10 @@ def test_outlying_steps() -> None:
     assert mark_outliers(np.append(steady, 130)) == [False] * 6 + [True]
     assert mark_outliers(np.append(steady, 108)) == [False] * 7  # above the noise, but within a tenth
     assert mark_outliers(np.array([100, 400, 100], np.int64)) == [False] * 3  # three steps cannot tell
+    # The median deviation of these steps is 10: five of them, scaled, are 74.
+    noisy = np.array([100, 110, 90, 120, 80, 100, 110, 90], np.int64)
+    assert mark_outliers(np.append(noisy, 170)) == [False] * 9
+    assert mark_outliers(np.append(noisy, 180)) == [False] * 8 + [True]
 
 
 def test_malformed_arguments_are_absent(tmp_path: Path) -> None:

@@ -102,6 +102,30 @@ def test_a_late_launch_puts_the_host_on_the_path(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("own_end", "expected"),
+    [(9_990, "own_gemm"), (400, "side_gemm")],
+    ids=["the stream's previous kernel", "another stream's kernel"],
+)
+def test_a_kernel_follows_its_own_stream_unless_that_was_idle(
+    tmp_path: Path, own_end: int, expected: str
+) -> None:
+    """Streams wait for each other by events, which leave no trace but the idle time of one of them."""
+    events = [
+        launch(0, 10, 1),
+        launch(10, 20, 2),
+        launch(20, 30, 3),
+        kernel(100, own_end, "own_gemm", 7, correlation=1),
+        kernel(100, 10_000, "side_gemm", 8, correlation=2),
+        kernel(10_010, 20_000, "last_gemm", 7, correlation=3),
+    ]
+    path = load_ranks(tmp_path, {0: events}).critical_path()
+    names = [name for _, name, _ in shorten(path)]
+    assert names[-3:] == [expected, WAIT, "last_gemm"]
+    check_that_parts_touch(path)
+    assert to_ns(path.seconds) == 20_000
+
+
 def test_the_host_that_waited_for_the_gpu_leads_back_to_it(tmp_path: Path) -> None:
     """loss.item(): a kernel, the synchronization that waits for it, and the launch after it."""
     wait = make_slice("cudaStreamSynchronize", 100, 5_050, cat="cuda_runtime", pid=100, tid=100)

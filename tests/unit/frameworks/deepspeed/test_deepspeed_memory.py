@@ -24,6 +24,7 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
     count_flattened_copy,
+    find_largest_copy,
     place_gradients,
 )
 from shardscope.frameworks.deepspeed.memory.parameter_offload import TracedModel, build_traced_model
@@ -224,6 +225,19 @@ def test_the_largest_copy_equals_that_of_slicing_element_by_element(
             groups.append([])
     largest = max((sum(group) for group in groups if len(group) > 1), default=0)
     assert count_flattened_copy(gradients, options) == largest
+
+
+@settings(max_examples=examples(400))
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=4), st.integers(1, 40))
+def test_the_largest_copy_of_repeated_slices_is_that_of_single_ones(
+    slices: list[tuple[int, int]], bucket: int
+) -> None:
+    alone = [(size, 1) for size, count in slices for _ in range(count)]
+    for cast in (0, 2):
+        assert find_largest_copy(slices, bucket, cast) == find_largest_copy(alone, bucket, cast)
+    # A second copy of equal slices, and a later one, may be larger than the first.
+    assert find_largest_copy([(5, 1), (4, 5)], 6, 0) == 9
+    assert find_largest_copy([(2, 1), (4, 5)], 5, 0) == 8
 
 
 def test_vectors_have_a_flat_buffer_and_sub_groups_of_their_own() -> None:
