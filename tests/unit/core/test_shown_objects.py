@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -205,3 +206,13 @@ def test_fields_with_arrays_are_shown() -> None:
     assert format_value(Nested(np.array([1, 2]))) == "bounds [1 2]"
     assert format_value(Nested(np.array([]))) == "bounds []"
     assert format_value(Nested(None)) == ""
+
+
+def test_sizes_of_models_are_numbers_of_one_unit_and_names_stay_on_one_line() -> None:
+    html = render_html(ss.models)
+    assert "parameters, M" in html and "e+03" not in html
+    for size in ("8,030", "1,008,039"):
+        assert re.search(rf"<td style='text-align:right[^']*'>{size}</td>", html), size
+    row = render_html_table(("name", "task"), [("70b-on-two-nodes", "a-b-c")])
+    assert "white-space:nowrap'>70b-on-two-nodes" in row
+    assert "nowrap'>a-b-c" not in row, "only names of rows"

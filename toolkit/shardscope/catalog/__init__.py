@@ -174,7 +174,7 @@ models: Mapping[str, Architecture] = Catalogue(
     "models",
     _build_model,
     {
-        "parameters": lambda model: f"{model.num_parameters / 1e9:,.3g}B",
+        "parameters, M": lambda model: round(model.num_parameters / 1e6),
         "layers": lambda model: model.num_hidden_layers,
         "hidden size": lambda model: model.hidden_size,
         "type": lambda model: model.model_type,
@@ -186,8 +186,8 @@ gpus: Mapping[str, Gpu] = Catalogue(
     "gpus",
     _build_gpu,
     {
-        "memory GiB": lambda gpu: round(gpu.memory_bytes / 2**30, 1),
-        "usable GiB": lambda gpu: round(gpu.usable_bytes / 2**30, 1),
+        "memory, GiB": lambda gpu: round(gpu.memory_bytes / 2**30, 1),
+        "usable, GiB": lambda gpu: round(gpu.usable_bytes / 2**30, 1),
         "vendor": lambda gpu: gpu.vendor,
     },
 )
@@ -198,7 +198,7 @@ links: Mapping[str, Link] = Catalogue(
     _build_link,
     {
         "GB/s": lambda link: link.bandwidth_bytes_per_second / 1e9,
-        "latency µs": lambda link: link.latency_seconds * 1e6,
+        "latency, µs": lambda link: link.latency_seconds * 1e6,
     },
 )
 """Catalogue names -> Link."""

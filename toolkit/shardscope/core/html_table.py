@@ -38,7 +38,7 @@ def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], cap
         bool(shown) and all(isinstance(row[i], int | float | None) for row in shown) for i in range(len(head))
     ]
     aligned = [RIGHT if right else LEFT for right in is_number]
-    # Only numbers stay on one line: on paper, a table does not scroll.
+    # Only numbers and short names of rows stay on one line: on paper, a table does not scroll.
     titles = "".join(
         f"<th{style.replace(';white-space:nowrap', '')}>{escape(name)}</th>"
         for name, style in zip(head, aligned, strict=True)
@@ -46,8 +46,8 @@ def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], cap
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{RIGHT if isinstance(value, int | float) else style}>{render_text(format_value(value))}</td>"
-            for value, style in zip(row, aligned, strict=True)
+            f"<td{_choose_style(value, style, is_first=i == 0)}>{render_text(format_value(value))}</td>"
+            for i, (value, style) in enumerate(zip(row, aligned, strict=True))
         )
         + "</tr>"
         for row in shown
@@ -60,6 +60,15 @@ def render_html_table(head: Sequence[str], rows: Iterable[Sequence[object]], cap
         f"{box}{table}{_render_caption(caption)}"
         f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def _choose_style(value: object, column_style: str, *, is_first: bool) -> str:
+    """Return the style of a cell. A short name in the first column does not break at its hyphens."""
+    if isinstance(value, int | float):
+        return RIGHT
+    if is_first and isinstance(value, str) and len(value) <= LONG_NAME and " " not in value:
+        return column_style.replace("0'", "0;white-space:nowrap'")
+    return column_style
 
 
 def render_html_fields(pairs: Mapping[str, object], caption: str = "") -> str:

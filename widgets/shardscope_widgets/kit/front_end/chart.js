@@ -74,6 +74,19 @@ function hideSmallText(place) {
   }
 }
 
+const MIN_PLOT_PIXELS = 120;
+const MIN_TOTAL_PIXELS = 72; // "54.0 GiB" in bold
+
+/** Take room from the margin of totals, the texts at its right edge, where the bars would have no width. */
+function narrowMargin(layout, width) {
+  const { l = 0, r = 0 } = layout.margin ?? {};
+  const isTotal = ({ xref, x, xanchor, xshift }) => xref === "paper" && x === 1 && xanchor === "right" && xshift > 0;
+  const taken = Math.min(MIN_PLOT_PIXELS - (width - l - r), r - MIN_TOTAL_PIXELS);
+  if (taken <= 0 || !layout.annotations?.some(isTotal)) return layout;
+  const annotations = layout.annotations.map((one) => (isTotal(one) ? { ...one, xshift: one.xshift - taken } : one));
+  return { ...layout, margin: { ...layout.margin, r: r - taken }, annotations };
+}
+
 function render({ model, el }) {
   const ended = new AbortController();
   const { signal } = ended;
@@ -98,7 +111,7 @@ function render({ model, el }) {
     drawn = { figure: model.get("_figure"), width };
     const { data = [], layout = {} } = unpack(drawn.figure);
     // What a reader zoomed into stays while lines grow; a range that the kernel changes wins.
-    const shown = { uirevision: "kept", ...layout, width, autosize: false };
+    const shown = { uirevision: "kept", ...narrowMargin(layout, width), width, autosize: false };
     const config = { ...model.get("_config"), responsive: false };
     Plotly.react(place, data, shown, config).then(() => hideSmallText(place));
     if (isFirst) reportClicks(place, el, model);
