@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 LEFT = " style='text-align:left;vertical-align:top;padding:2px 14px 2px 0'"
+LEFT_ONE_LINE = " style='text-align:left;vertical-align:top;padding:2px 14px 2px 0;white-space:nowrap'"
 RIGHT = " style='text-align:right;vertical-align:top;padding:2px 14px 2px 0;white-space:nowrap'"
 # Notebooks use a fixed table layout, whose equal column widths break long names.
 TABLE = "<table style='table-layout:auto;border-collapse:collapse'>"
@@ -67,7 +68,7 @@ def _choose_style(value: object, column_style: str, *, is_first: bool) -> str:
     if isinstance(value, int | float):
         return RIGHT
     if is_first and isinstance(value, str) and len(value) <= LONG_NAME and " " not in value:
-        return column_style.replace("0'", "0;white-space:nowrap'")
+        return LEFT_ONE_LINE
     return column_style
 
 
