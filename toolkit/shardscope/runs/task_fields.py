@@ -80,7 +80,7 @@ def compare_tasks(first: Run, second: Run) -> list[Difference]:
     from shardscope.planner.differences import Difference
 
     # Built-in tasks by class name, because their modules have moved; others by their qualified name.
-    before, after = _read_description(first), _read_description(second)
+    before, after = read_description(first), read_description(second)
     task_names = [find_builtin_task(record) or record.get("task") for record in (before, after)]
     old, new = _read_task_fields(first, before), _read_task_fields(second, after)
     pairs = {name: (old[name], new[name]) for name in old if name in new}
@@ -91,7 +91,7 @@ def compare_tasks(first: Run, second: Run) -> list[Difference]:
 
 def has_task_fields(run: Run) -> bool:
     """Return whether the run folder has the fields of its task, not only its name and number of steps."""
-    return isinstance(_read_description(run).get("asked"), dict)
+    return isinstance(read_description(run).get("asked"), dict)
 
 
 def _read_task_fields(run: Run, description: Mapping[str, object]) -> dict[str, object]:
@@ -107,5 +107,6 @@ def _shorten_names(before: object, after: object) -> tuple[str, str]:
     return (short[0], short[1]) if short[0] != short[1] else (str(before), str(after))
 
 
-def _read_description(run: Run) -> dict[str, object]:
+def read_description(run: Run) -> dict[str, object]:
+    """Return the run's ``run.json``; empty if it cannot be read."""
     return read_json(RunFolder(run.folder).run_json) or {}

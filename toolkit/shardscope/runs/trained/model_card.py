@@ -24,7 +24,7 @@ from shardscope.records.redaction import redact
 from shardscope.records.regular_files import open_new, open_to_read
 from shardscope.records.terminal_text import plain_text
 from shardscope.runs.explain.measured import format_amount
-from shardscope.runs.task_fields import find_builtin_task
+from shardscope.runs.task_fields import find_builtin_task, read_description
 from shardscope.runs.totals import compute_totals
 from shardscope.training.weights.hub_folder import find_hub_name
 from shardscope.training.weights.weights_folder import WeightsFolder
@@ -229,7 +229,7 @@ def _list_source(use: str, record: Mapping[str, object]) -> Iterator[Row]:
 
 
 def _list_training(run: Run, plan: Plan) -> Iterator[Row]:
-    yield "task", format_code(find_builtin_task(_read_description(run)) or "unknown")
+    yield "task", format_code(find_builtin_task(read_description(run)) or "unknown")
     name = _format_value(plan.architecture.name)
     yield "model", f"{format_code(name)}, {plan.architecture.num_parameters:,} parameters"
     trained = _read_record(run, "engine").get("num_trained_parameters")
@@ -312,17 +312,13 @@ def _list_measured(run: Run) -> Iterator[Row]:
 
 
 def _list_versions(run: Run) -> Iterator[Row]:
-    versions = _read_description(run).get("versions")
+    versions = read_description(run).get("versions")
     if isinstance(versions, dict):
         for name, version in sorted(versions.items()):
             yield format_code(str(name)), format_code(str(version))
 
 
 # ---- What the run recorded
-
-
-def _read_description(run: Run) -> Mapping[str, object]:
-    return read_json(RunFolder(run.folder).run_json) or {}
 
 
 def _read_record(run: Run, name: str) -> Mapping[str, object]:
