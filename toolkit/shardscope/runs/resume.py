@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse, warn_user
 from shardscope.core.number_format import format_count
-from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.folder import FINAL
 from shardscope.records.json_files import read_json
 from shardscope.runs.backends.next_attempt import get_retries
 from shardscope.runs.backends.target_record import UnknownTargetError, restore_target
-from shardscope.runs.task_fields import find_builtin_task
+from shardscope.runs.task_fields import find_builtin_task, read_description
 from shardscope.training.checkpoints.choice import choose_for_resume
 from shardscope.training.checkpoints.folders import POSITION_FILE
 
@@ -77,7 +77,7 @@ def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = Fa
     """
     from shardscope.runs.launch.launch import launch
 
-    description = read_json(RunFolder(run.folder).run_json) or {}
+    description = read_description(run)
     try:
         task, notice = _build_resuming_task(run, description)
         target = _restore_target(description)
@@ -105,7 +105,7 @@ def why_not_resumable(run: Run) -> str | None:
 
     The hardware that the plan needs is checked only at the launch.
     """
-    description = read_json(RunFolder(run.folder).run_json) or {}
+    description = read_description(run)
     try:
         _build_resuming_task(run, description)
         _restore_target(description)

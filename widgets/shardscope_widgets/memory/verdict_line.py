@@ -15,14 +15,14 @@ STATE_SIGNS = {"fits": "✓", "tight": "!", "unknown": "?", "does not fit": "✕
 """A symbol for each state, so that it does not depend on colour alone."""
 
 
-def render_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict, more: str = "") -> str:
-    """Return the line as HTML, followed by ``more``."""
+def render_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
+    """Return the line of :func:`write_verdict` as HTML."""
     text = write_verdict(plan, report, verdict)
     tooltip = text if verdict.state == "fits" else verdict.reason
     return (
         f"<div class='ss-verdict {STATE_CLASSES[verdict.state]}' data-state='{verdict.state}' "
         f"data-said='verdict' title='{escape(tooltip, quote=True)}'>"
-        f"<i class='ss-sign' aria-hidden='true'>{STATE_SIGNS[verdict.state]}</i>{escape(text + more)}</div>"
+        f"<i class='ss-sign' aria-hidden='true'>{STATE_SIGNS[verdict.state]}</i>{escape(text)}</div>"
     )
 
 

@@ -10,16 +10,16 @@ from shardscope_widgets.kit.numbers import keep_units
 from shardscope_widgets.plans.advice_choice import Alternative, Answer
 
 
-def escape_with_units(text: str, *, quote: bool = True) -> str:
+def escape_with_units(text: str) -> str:
     """Return ``text`` as HTML, with numbers and their units on one line."""
-    return escape_text(keep_units(text), quote=quote)
+    return escape_text(keep_units(text), quote=True)
 
 
 def render_recommendation(answer: Answer) -> str:
     """Return the recommended plan in one sentence, its figures, and the button that applies it."""
     button = ""
     if answer.plan is not None:
-        label = escape_with_units(f"Apply {answer.plan.layout.description}", quote=True)
+        label = escape_with_units(f"Apply {answer.plan.layout.description}")
         button = (
             "<button type='button' class='ss-act ss-first' data-act='plan'"
             f" aria-label='{label}'>Apply</button>"
@@ -41,7 +41,7 @@ def render_alternatives(alternatives: tuple[Alternative, ...], *, nothing_fits: 
     rows = "".join(
         f"<li><div>{escape_with_units(alternative.words)}</div>"
         f"<button type='button' class='ss-act' data-act='{alternative.index}' aria-label='"
-        f"{escape_with_units(f'Apply {alternative.plan.layout.description}', quote=True)}'>Apply</button>"
+        f"{escape_with_units(f'Apply {alternative.plan.layout.description}')}'>Apply</button>"
         "</li>"
         for alternative in alternatives
     )
@@ -82,7 +82,7 @@ def render_matrix(table: Abilities) -> str:
     """Return the abilities of each framework as a collapsed table, whose tooltips name the options."""
     head = "".join(f"<th scope='col'>{escape_with_units(title)}</th>" for title in table.titles.values())
     rows = "".join(
-        f"<tr><th scope='row' title='{escape_with_units(column.description, quote=True)}'>"
+        f"<tr><th scope='row' title='{escape_with_units(column.description)}'>"
         f"{escape_with_units(column.title)}</th>"
         + "".join(_render_cell(row[key].supported, row[key].how) for row in table.cells.values())
         + "</tr>"
@@ -99,4 +99,4 @@ def render_matrix(table: Abilities) -> str:
 
 def _render_cell(supported: bool, how: str) -> str:
     mark, label, kind = ("✓", "yes", "ss-yes") if supported else ("–", "no", "ss-no")
-    return f"<td class='{kind}' title='{escape_with_units(how, quote=True)}' aria-label='{label}'>{mark}</td>"
+    return f"<td class='{kind}' title='{escape_with_units(how)}' aria-label='{label}'>{mark}</td>"

@@ -109,10 +109,10 @@ def create_schedule_figure() -> SteppedChart:
     return figure
 
 
-def draw_schedule(figure: SteppedChart, schedule: PipelineSchedule, step: int = 0) -> None:
-    """Show a schedule with one frame for each of its moments."""
+def draw_schedule(figure: SteppedChart, schedule: PipelineSchedule) -> None:
+    """Show a schedule from its first step, with one frame for each moment that is drawn."""
     drawing = _Drawing(schedule)
-    figure.draw_steps(drawing.build_traces(), drawing.build_layout(), drawing.build_frames(), step)
+    figure.draw_steps(drawing.build_traces(), drawing.build_layout(), drawing.build_frames(), 0)
 
 
 def find_gap(schedule: PipelineSchedule) -> Gap | None:

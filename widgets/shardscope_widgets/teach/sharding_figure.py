@@ -37,10 +37,10 @@ PHASES = {
 }
 
 
-def make_translucent(colour: str, alpha: float) -> str:
-    """Return ``#rrggbb`` as a colour through which the page is seen."""
+def make_translucent(colour: str) -> str:
+    """Return ``#rrggbb`` as the same colour at 35 % opacity, through which the page is seen."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{alpha})"
+    return f"rgba({red},{green},{blue},0.35)"
 
 
 def create_sharding_figure() -> SteppedChart:
@@ -54,7 +54,7 @@ def create_sharding_figure() -> SteppedChart:
             (f"{TITLES[kind]}, whole layer", {"color": WHOLE_COLOUR}),
             (
                 f"{TITLES[kind]}, for a moment",
-                {"color": make_translucent(colour, 0.35), "pattern": hatched},
+                {"color": make_translucent(colour), "pattern": hatched},
             ),
             (f"{TITLES[kind]}, kept", {"color": colour}),
         )

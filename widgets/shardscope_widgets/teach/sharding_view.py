@@ -103,7 +103,7 @@ def _write_sentences(shown: LayerSharding) -> list[str]:
 def _render_key() -> str:
     kept = [(COMPONENT_COLOURS[kind], f"{TITLES[kind]} that a rank keeps", "") for kind in KINDS]
     blue = COMPONENT_COLOURS["parameters"]
-    hatched = f"repeating-linear-gradient(135deg,{blue} 0 2px,{make_translucent(blue, 0.35)} 2px 5px)"
+    hatched = f"repeating-linear-gradient(135deg,{blue} 0 2px,{make_translucent(blue)} 2px 5px)"
     return render_key(
         [
             *kept,
