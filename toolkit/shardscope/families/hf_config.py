@@ -176,7 +176,7 @@ def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
     same_layers = f"{similar!r} if its layers are the same; or " if similar else ""
     fix = (
         f"{same_layers}from_hf(config, rehearse_only=True), whose plan.rehearse() works for any "
-        "causal language model of transformers"
+        "causal language model of transformers that has attention heads"
     )
     refuse("config.json model_type", family, f"known architectures: {known}", fix)
 
