@@ -133,7 +133,7 @@ class AdviceView(View):
             self._on_apply(plan)
 
     def _plan_of(self, act: str) -> ss.Plan | None:
-        """Return the plan of a button; None if other advice was drawn before the click arrived."""
+        """Return the plan that a button applies; None for a button of advice that is no longer shown."""
         if self.answer is None:
             return None
         if act == "plan":

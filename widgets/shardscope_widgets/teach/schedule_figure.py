@@ -110,9 +110,9 @@ def create_schedule_figure() -> SteppedChart:
 
 
 def draw_schedule(figure: SteppedChart, schedule: PipelineSchedule) -> None:
-    """Show a schedule from its first step, with one frame for each moment that is drawn."""
+    """Draw ``schedule`` in ``figure``, at its first step; each drawn moment is a frame."""
     drawing = _Drawing(schedule)
-    figure.draw_steps(drawing.build_traces(), drawing.build_layout(), drawing.build_frames(), 0)
+    figure.draw_steps(drawing.build_traces(), drawing.build_layout(), drawing.build_frames())
 
 
 def find_gap(schedule: PipelineSchedule) -> Gap | None:

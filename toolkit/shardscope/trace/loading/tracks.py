@@ -172,7 +172,7 @@ class _Overflow:
 
 
 def _find_kinds(slices: Columns, categories: list[str], keys: list[Key], texts: TrackTexts) -> list[Kind]:
-    """Return the kind of the tracks of each key, Python stacks aside."""
+    """Return the kind of each key's track; those of Python stacks are split off later."""
     # A track is a GPU stream if most of its slices are GPU work, or if the metadata labels its process so.
     is_gpu_category = np.array([name in GPU_CATEGORIES for name in categories], dtype=bool)
     on_gpu = is_gpu_category[slices["category"]] if len(slices["category"]) else np.zeros(0, bool)
