@@ -1,6 +1,7 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
 # environment first. `make test` has one case of each kind; these hold the rest: test-all, test-browser (every
-# browser test), test-notebooks, test-nvme (DeepSpeed's real files), test-resume, test-faults, test-kernels, soak
+# browser test), test-notebooks, test-nvme (DeepSpeed's real files), test-resume, test-faults, test-kernels,
+# test-torch (another release of torch), soak
 # (launches with faults leave nothing), attack (damaged run folders do nothing),
 # test-cluster (two nodes of Slurm and Ray). Others: check (ruff, mypy,
 # import-linter), bench (ratios), parity (one loss curve under every framework), verify (the same on this machine's
@@ -29,7 +30,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels soak soak-cluster attack test-cluster check bench room accuracy leaderboard parity verify model finetune-proof dist docs binder workshop-check env browser clean
+.PHONY: lab test test-all same-numbers test-browser test-notebooks test-nvme test-resume test-faults test-kernels test-torch soak soak-cluster attack test-cluster check bench room accuracy leaderboard parity verify model finetune-proof dist docs binder workshop-check env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -81,6 +82,14 @@ attack: $(STAMP)
 # Interrupt, restart and the Stop button on kernels of four versions of ipykernel, which pip fetches.
 test-kernels: $(STAMP)
 	SHARDSCOPE_KERNELS=all $(BIN)/python -m pytest tests/runs/test_jupyter_kernel.py
+
+# Unit tests and runs with another torch, in an environment of its own: make test-torch TORCH=2.14.1. Without TORCH it is
+# the newest, as users with GPUs get it. Both bring gigabytes of CUDA libraries.
+test-torch:
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/pip install --quiet --upgrade -e '.[test]' torch$(TORCH:%===%)
+	.venv-torch/bin/python -m pytest tests/unit $(SHARED)
+	.venv-torch/bin/python -m pytest tests/runs -m "not alone" $(SHARED) --no-loadscope-reorder
 
 # 200 launches with faults drawn from SEED; fails if anything is left behind. Its report: artifacts/soak/report.md
 soak: $(STAMP)

@@ -27,13 +27,16 @@ class _SerialMeta(type):
     """
 
     def __call__(
-        cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout
+        cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout, **others: object
     ) -> ProcessGroupGloo:
         # torch's stub (torch 2.13, _C/_distributed_c10d.pyi) has neither this class nor this constructor.
         options = vars(ProcessGroupGloo)["_Options"]()
         options._timeout = timeout
         options._devices = _make_devices()
         options._threads = 1
+        # torch 2.14 passes enable_reconfigure too. Its other constructor, of options, has it as an attribute.
+        for name, value in others.items():
+            setattr(options, name, value)
         group = ProcessGroupGloo(store, rank, size, options)
         # A barrier's key can be used once (elastic/utils/store.py). Each group's store has its own prefix
         # (distributed_c10d.py, _new_process_group_helper).
