@@ -112,9 +112,9 @@ def check_streamable(field: str, source: object) -> None:
         refuse(field, describe_source(source), allowed, {"streaming": False})
 
 
-def read_first_rows(field: str, source: object, num_rows: int = MAX_FIRST_ROWS) -> RowBlock:
+def read_first_rows(field: str, source: object) -> RowBlock:
     """Return the first rows of a stream. Raises ``ValueError`` naming ``field`` if there is none."""
-    rows = list(islice(iterate_rows(field, source, iter(open_stream(field, source))), num_rows))
+    rows = list(islice(iterate_rows(field, source, iter(open_stream(field, source))), MAX_FIRST_ROWS))
     if not rows:
         refuse(field, describe_source(source), "data with at least one row", "a file that has rows")
     return RowBlock(rows=rows, files=list_stream_files(field, source))
