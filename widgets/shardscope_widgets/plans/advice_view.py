@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 
 import traitlets
 
@@ -44,8 +44,7 @@ class AdviceView(View):
         self.answer: Answer | None = None
         self._on_screen: ss.Plan | None = None
         self._on_apply = on_apply
-        self._ask_again: Callable[[], None] | None = None
-        self.work = work or WorkPanel("Update advice", "Compute the recommendation again", self._press_again)
+        self.work = work or WorkPanel("Update advice", "Compute the recommendation again")
         own_panel = [] if work else [self.work, self.work.words]
         if own_panel:
             self.work.show_button(False)  # Hidden until advice is requested.
@@ -84,9 +83,6 @@ class AdviceView(View):
             if on_found is not None:
                 on_found()
 
-        self._ask_again = partial(
-            self.ask, arch, cluster, recipe, familiar_with, current=current, on_found=on_found
-        )
         self.work.show_button(True)
         self.work.start(recommend, show_advice, lambda _, seconds: "")
 
@@ -117,10 +113,6 @@ class AdviceView(View):
             + render_path(advice, self.answer)
             + _render_support()
         )
-
-    def _press_again(self) -> None:
-        if self._ask_again is not None:
-            self._ask_again()
 
     def _handle_action(self, act: str) -> None:
         plan = self._plan_of(act)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import ipywidgets as widgets
@@ -59,9 +58,8 @@ class RankingView(View):
         """None: ranking order."""
         self._ascending, self._first = True, 0
         self._order: Indices | None = None
-        self._ask_again: Callable[[], None] | None = None
         self.figure: Chart | None = None
-        self.work = work or WorkPanel("Search again", "Repeat the same search", self._press_again)
+        self.work = work or WorkPanel("Search again", "Repeat the same search")
         own_panel = [] if work else [self.work, self.work.words]
         if own_panel:
             self.work.show_button(False)  # Hidden until a search is requested.
@@ -104,7 +102,6 @@ class RankingView(View):
             if on_found is not None:
                 on_found()
 
-        self._ask_again = partial(self.search, arch, cluster, recipe, frameworks, on_found=on_found)
         self.work.show_button(True)
         self.work.start(run_search, show_ranking, lambda _, seconds: "")
 
@@ -180,10 +177,6 @@ class RankingView(View):
         rows = sort_rows(ranking, self._column, self._ascending)
         roomy = rows[ranking.headroom_bytes[rows] >= least]
         return roomy if len(roomy) else rows
-
-    def _press_again(self) -> None:
-        if self._ask_again is not None:
-            self._ask_again()
 
     def _handle_action(self, act: str) -> None:
         kind, _, what = act.partition(":")
