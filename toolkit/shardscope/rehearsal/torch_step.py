@@ -18,6 +18,7 @@ from shardscope.rehearsal.quantization import (
     quantized_weights,
 )
 from shardscope.rehearsal.result import RehearsedStage
+from shardscope.training.accounting.tensors import list_optimizer_tensors
 from shardscope.training.document_masks import add_document_mask
 from shardscope.training.model.model import build_model
 from shardscope.training.model.quantization import list_scales
@@ -133,8 +134,7 @@ def finish_step(engine: TorchEngine, tracker: Tracker, trained: list[torch.nn.Pa
         gradients.clip_gradients(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
         with fake_optimizer_updates():
             optimizer.step()
-        values = (value for state in optimizer.state.values() for value in state.values())
-        tracker.label((value for value in values if isinstance(value, torch.Tensor)), "optimizer")
+        tracker.label(list_optimizer_tensors(optimizer), "optimizer")
         optimizer.zero_grad(set_to_none=True)
 
 
