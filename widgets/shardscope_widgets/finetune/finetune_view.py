@@ -85,8 +85,7 @@ class FinetuneView(View):
                 self.outcome,
             ]
         )
-        for name in ("ss-root", "ss-finetune"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-finetune")
         self._planned_for: ss.Cluster | None = self._machine
         self._follow_place()
         self._show_setup()
@@ -110,7 +109,7 @@ class FinetuneView(View):
         setup = self.form.setup
         self.plan = None if setup is None else setup.plan
         self.form.preview.set_plan(self.plan)
-        (self._memory_place.remove_class if setup is not None else self._memory_place.add_class)("ss-off")
+        controls.show_if(self._memory_place, setup is not None)
         self._show_button()
         if setup is None:
             self.headline.value = render_missing(self.form.message)
@@ -146,7 +145,7 @@ class FinetuneView(View):
             return
         queue = self.place.target.queue
         has_options = queue is not None and bool(queue.scheduler.options)
-        (self.job.remove_class if has_options else self.job.add_class)("ss-off")
+        controls.show_if(self.job, has_options)
         self.job.head.wrong = self.place.target.is_wrong
         job = self.place.target.job
         self.job.head.answer = "" if job is None else job.description

@@ -82,8 +82,7 @@ class WorkPanel(widgets.HBox):
         self.cancel.on_click(lambda _: self._cancel.set())
         self.words = words or controls.create_html()
         """The status text, which the view places itself because it can be long."""
-        for name in ("ss-hint", "ss-words"):
-            self.words.add_class(name)
+        controls.add_classes(self.words, "ss-hint", "ss-words")
         super().__init__([self.button, self.progress, self.cancel])
         self.add_class("ss-work")
 

@@ -164,7 +164,7 @@ class RecipePicker(Picker):
         changed = [name for name in names if getattr(recipe, name) != getattr(default, name)]
         parts = ", ".join(f"{name.replace('_', ' ')} {_format(getattr(recipe, name))}" for name in changed)
         self.also.value = f"Also set: {escape(parts)}" if parts else ""
-        (self.also.remove_class if parts else self.also.add_class)("ss-off")
+        controls.show_if(self.also, parts)
         self.reset.layout.display = "" if parts else "none"
 
     def build_value(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Recipe:

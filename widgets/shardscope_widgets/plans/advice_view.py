@@ -10,6 +10,7 @@ import traitlets
 import shardscope as ss
 from shardscope.planner.abilities import compute_abilities
 from shardscope.planner.advice.advice import Advice
+from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
@@ -50,8 +51,7 @@ class AdviceView(View):
             self.work.show_button(False)  # Hidden until advice is requested.
         self.words = Clickable(self._handle_action)
         super().__init__([Sheet("plans"), *own_panel, self.words])
-        for name in ("ss-root", "ss-view", "ss-advice"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-view", "ss-advice")
         if advice is not None:
             self.show(advice)
 
@@ -101,7 +101,7 @@ class AdviceView(View):
     def freeze(self, frozen: bool) -> None:
         """Disable the buttons while the advice does not match the current plan."""
         self.words.frozen = frozen
-        (self.add_class if frozen else self.remove_class)("ss-old")
+        controls.set_class(self, "ss-old", frozen)
 
     def _draw_advice(self) -> None:
         advice = self.advice

@@ -74,8 +74,7 @@ class RankingView(View):
         self._bar.add_class("ss-toolbar")
         self.table = Clickable(self._handle_action)
         super().__init__([Sheet("plans"), *own_panel, self.key, self._place, self._bar, self.table])
-        for name in ("ss-root", "ss-view", "ss-ranking"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-view", "ss-ranking")
         if ranking is not None:
             self.show(ranking)
 
@@ -126,7 +125,7 @@ class RankingView(View):
     def freeze(self, frozen: bool) -> None:
         """Disable everything while the ranking does not match the current plan."""
         self.table.frozen = self.room.disabled = frozen
-        (self.add_class if frozen else self.remove_class)("ss-old")
+        controls.set_class(self, "ss-old", frozen)
 
     def mark(self, plan: ss.Plan | None) -> None:
         """Mark the row and the chart position of the current plan. None removes the marks."""

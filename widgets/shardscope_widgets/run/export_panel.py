@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.export.files import list_files
 from shardscope.frameworks.formats.exported import Exported
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
-from shardscope_widgets.kit.clickable import Clickable, IgnoredError
+from shardscope_widgets.kit.clickable import Clickable
 
 FOLDER = "exports"
 """Parent folder of all exports, next to the notebook like ``runs``."""
@@ -30,7 +30,8 @@ class ExportPanel(WorkPanel):
         self._plan: ss.Plan | None = None
         self.is_blocked = False
         """Whether an input is invalid: the files would be those of an earlier plan."""
-        super().__init__("Export configs and scripts", TOOLTIP, self._start_export, Clickable(_ignore_press))
+        # The page copies the commands itself: no press reaches the kernel.
+        super().__init__("Export configs and scripts", TOOLTIP, self._start_export, Clickable())
 
     def set_plan(self, plan: ss.Plan) -> None:
         """Set the plan to export; remove the file list of an earlier plan."""
@@ -54,10 +55,6 @@ class ExportPanel(WorkPanel):
             self.words.value = render_file_list(files, folder)
 
         self.start(export, show_files, lambda *_: None)
-
-
-def _ignore_press(act: str) -> None:
-    raise IgnoredError(act)  # The page copies the command itself.
 
 
 def name_folder(plan: ss.Plan) -> str:

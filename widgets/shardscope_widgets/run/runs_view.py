@@ -99,8 +99,7 @@ class RunsView(View):
             layout=widgets.Layout(display="none"),
         )
         super().__init__([Sheet("run"), self._list, self._page])
-        for name in ("ss-root", "ss-runs-view"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-runs-view")
         self.read_folder()
 
     # ---- public methods
@@ -162,7 +161,7 @@ class RunsView(View):
     def _draw_list(self) -> None:
         """Update the list; unchanged parts are not sent."""
         shown = dict(list(self._rows.items())[: self._num_shown])
-        self.table.value = render_runs_table(shown, self._selected, why_not_resume=self._why_not_resume)
+        self.table.value = render_runs_table(shown, self._selected, self._why_not_resume)
         left = len(self._rows) - len(shown)
         self.more.value = (
             f"<button type='button' class='ss-act' data-act='more'>More</button> "

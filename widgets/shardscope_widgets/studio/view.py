@@ -88,8 +88,7 @@ class Studio(View):
         body = widgets.Box([self.questions, self._main], layout=controls.share_layout())
         body.add_class("ss-body")
         super().__init__([self.sheet, self.head, self.notice, body])
-        for name in ("ss-root", "ss-studio"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-studio")
         self._observe_inputs()
         self._pause = Debounced(self._on_pause, PAUSE_SECONDS)
         self._show_page()
@@ -327,7 +326,7 @@ class Studio(View):
     def _show_staleness(self, change: object = None) -> None:
         """Dim the last valid plan and disable launching while an input is invalid."""
         wrong = self.is_wrong
-        (self.add_class if wrong else self.remove_class)("ss-stale")
+        controls.set_class(self, "ss-stale", wrong)
         self.launch.blocked = "Correct the input marked in red first." if wrong else ""
         self.fit.button.disabled = wrong
         self.export_panel.is_blocked = wrong

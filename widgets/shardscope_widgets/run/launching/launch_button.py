@@ -83,7 +83,7 @@ class LaunchButton:
         against = self._blocked or self._submitting or (IS_BUSY if is_busy else "") or wrong
         self._options.set_is_job(queue is not None)
         # The free memory is this machine's.
-        (self.free_place.remove_class if queue is None else self.free_place.add_class)("ss-off")
+        controls.show_if(self.free_place, queue is None)
         self.button.description = "Submitting …" if self._submitting else self.current.label
         self.button.disabled = bool(against) or self.current.plan is None
         note = against or self.current.note
