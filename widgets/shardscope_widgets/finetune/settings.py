@@ -147,10 +147,7 @@ class FinetuneSettings(Picker):
             shown = "" if choice is None else _format_setting(choice.value)
             if isinstance(box, widgets.Dropdown):
                 options = _list_options(name, shown)
-                if list(box.options) != options:
-                    # Setting the options selects the first one.
-                    chosen, box.options = box.value, options
-                    box.value = chosen
+                controls.replace_options(box, options)
             else:
                 box.placeholder = shown or DEFAULTS.get(name, "")
         self._summarize()

@@ -116,6 +116,14 @@ def create_text_area(tooltip: str, **traits: object) -> widgets.Textarea:
     )
 
 
+def replace_options(control: widgets.Dropdown | widgets.ToggleButtons, options: Sequence[object]) -> None:
+    """Offer other options, and keep the value, which is one of them."""
+    # Setting options selects the first one (ipywidgets 8.1, _Selection._propagate_options).
+    if list(control.options) != list(options):
+        value, control.options = control.value, options
+        control.value = value
+
+
 def create_segments(options: Sequence[tuple[str, object]], name: str) -> widgets.ToggleButtons:
     """Return a segmented control: a few choices in a row, one of them selected."""
     buttons = widgets.ToggleButtons(

@@ -129,12 +129,7 @@ class RecipePicker(Picker):
                 ("precision", self.precision),
                 ("recompute", self.recompute),
             ):
-                value = control.value
-                offered = list_options(field, layout, value)
-                # Assigning options resets the selection.
-                if list(control.options) != offered:
-                    control.options = offered
-                    control.value = value
+                controls.replace_options(control, list_options(field, layout, control.value))
             self.advanced.offer_choices(layout)
         finally:
             self._is_setting = False

@@ -158,6 +158,10 @@ class RunsView(View):
 
     # ---- drawing
 
+    def _draw_shown(self) -> None:
+        """Update the list, or the row above an opened run."""
+        (self._draw_list if self.is_list_shown else self._draw_bar)()
+
     def _draw_list(self) -> None:
         """Update the list; unchanged parts are not sent."""
         shown = dict(list(self._rows.items())[: self._num_shown])
@@ -288,29 +292,22 @@ class RunsView(View):
     def _resume_run(self, key: str, summary: RunSummary, *, force: bool) -> None:
         assert summary.run is not None
         reason = self._why_not_resume(summary)
-        try:
-            if reason is not None:
-                raise ValueError(reason)
-            if summary.run.target:
-                self._submit_again(key, summary.run, force=force)
-                return
-            result: ss.Run | Exception = resume_run(summary.run, force=force)
-        except Exception as error:  # An exception in a handler would not be shown in a notebook.
-            result = error
-        self._show_resumed(key, result)
+        if reason is not None:
+            self._show_resumed(key, ValueError(reason))
+        elif summary.run.target:
+            self._submit_again(key, summary.run, force=force)
+        else:
+            self._show_resumed(key, _try_to_resume(summary.run, force=force))
 
     def _submit_again(self, key: str, run: ss.Run, *, force: bool) -> None:
         """Resume a run of a scheduler in a thread: it may take seconds to answer."""
         self._is_submitting = True
         self._set_message(SUBMITTING)
-        self._draw_list() if self.is_list_shown else self._draw_bar()
+        self._draw_shown()
         loop = find_running_loop()
 
         def submit() -> None:
-            try:
-                result: ss.Run | Exception = resume_run(run, force=force)
-            except Exception as error:  # An exception raised in a thread would not be shown.
-                result = error
+            result = _try_to_resume(run, force=force)
             self._is_submitting = False
             call_in_loop(loop, lambda: self._show_resumed(key, result))
 
@@ -332,7 +329,7 @@ class RunsView(View):
             isinstance(result, TooLittleFreeError) or getattr(result, "field", "") == "launch.folder"
         )
         self._set_message(str(result) or type(result).__name__, force=key if is_optional else None)
-        self._draw_list() if self.is_list_shown else self._draw_bar()
+        self._draw_shown()
 
     def _why_not_resume(self, summary: RunSummary) -> str | None:
         """Return why a run cannot be resumed now; None if it can."""
@@ -359,7 +356,7 @@ class RunsView(View):
             view = TraceView(run.trace(), height=TRACE_PIXELS)
         except (ValueError, OSError) as error:
             self._set_message(str(error))
-            self._draw_list() if self.is_list_shown else self._draw_bar()
+            self._draw_shown()
             return
         with self._lock:
             self._close_trace()
@@ -435,6 +432,14 @@ class RunsView(View):
                 self._report_ended()
             except Exception as error:  # A damaged folder: the list tries again at the next read.
                 self._set_message(f"The list could not be read: {error}")
+
+
+def _try_to_resume(run: ss.Run, *, force: bool) -> ss.Run | Exception:
+    """Return the new run, or why there is none: an error raised in a handler or thread would not be shown."""
+    try:
+        return resume_run(run, force=force)
+    except Exception as error:
+        return error
 
 
 def _render_back_row(rest: str) -> str:
