@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import warnings
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from shardscope_widgets.finetune.launch_place import LaunchPlace
 from shardscope_widgets.finetune.run_and_chat import RunAndChat
 from shardscope_widgets.finetune.setup import Setup
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
+from shardscope_widgets.kit.background_calls import call_in_loop, call_in_thread, find_running_loop, try_call
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.fold import Fold, Folds
 from shardscope_widgets.kit.notice import Notice
@@ -170,31 +169,21 @@ class FinetuneView(View):
         if target is not None:
             self._submit(setup, target, force=force)
             return
-        result: ss.Run | Exception
-        try:
-            # ss.launch warns if memory is tight, which the headline shows.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)
-                result = ss.launch(setup.plan, setup.task, force=force)
-        except Exception as error:  # An exception raised in a handler would not be shown.
-            result = error
+        # ss.launch warns if memory is tight, which the headline shows.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            result = try_call(lambda: ss.launch(setup.plan, setup.task, force=force))
         self._show_result(result)
 
     def _submit(self, setup: Setup, target: object, *, force: bool) -> None:
         """Launch on ``target`` in a thread: a scheduler may take seconds to answer."""
         self._submitting = f"The job is being submitted to {self.place.title}."
         self._show_button()
-        loop = find_running_loop()
-
-        def submit() -> None:
-            result: ss.Run | Exception
-            try:
-                result = ss.launch(setup.plan, setup.task, on=target, force=force)  # type: ignore[arg-type]
-            except Exception as error:  # An exception raised in a thread would not be shown.
-                result = error
-            call_in_loop(loop, lambda: self._show_result(result))
-
-        threading.Thread(target=submit, daemon=True, name="shardscope-submit").start()
+        call_in_thread(
+            lambda: ss.launch(setup.plan, setup.task, on=target, force=force),  # type: ignore[arg-type]
+            self._show_result,
+            "shardscope-submit",
+        )
 
     def _show_result(self, result: ss.Run | Exception) -> None:
         """Show the run that was launched, or why none was."""

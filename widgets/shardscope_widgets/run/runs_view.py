@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope.runs.resume import resume_run
 from shardscope.runs.summaries import RunSummaries, RunSummary, find_run_folders
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
+from shardscope_widgets.kit.background_calls import call_in_thread, try_call
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
@@ -297,21 +298,19 @@ class RunsView(View):
         elif summary.run.target:
             self._submit_again(key, summary.run, force=force)
         else:
-            self._show_resumed(key, _try_to_resume(summary.run, force=force))
+            self._show_resumed(key, try_call(partial(resume_run, summary.run, force=force)))
 
     def _submit_again(self, key: str, run: ss.Run, *, force: bool) -> None:
         """Resume a run of a scheduler in a thread: it may take seconds to answer."""
         self._is_submitting = True
         self._set_message(SUBMITTING)
         self._draw_shown()
-        loop = find_running_loop()
 
-        def submit() -> None:
-            result = _try_to_resume(run, force=force)
+        def end_submission(result: ss.Run | Exception) -> None:
             self._is_submitting = False
-            call_in_loop(loop, lambda: self._show_resumed(key, result))
+            self._show_resumed(key, result)
 
-        threading.Thread(target=submit, daemon=True, name="shardscope-resume").start()
+        call_in_thread(partial(resume_run, run, force=force), end_submission, "shardscope-resume")
 
     def _show_resumed(self, key: str, result: ss.Run | Exception) -> None:
         if self.comm is None:  # Closed meanwhile; the run goes on.
@@ -432,14 +431,6 @@ class RunsView(View):
                 self._report_ended()
             except Exception as error:  # A damaged folder: the list tries again at the next read.
                 self._set_message(f"The list could not be read: {error}")
-
-
-def _try_to_resume(run: ss.Run, *, force: bool) -> ss.Run | Exception:
-    """Return the new run, or why there is none: an error raised in a handler or thread would not be shown."""
-    try:
-        return resume_run(run, force=force)
-    except Exception as error:
-        return error
 
 
 def _render_back_row(rest: str) -> str:

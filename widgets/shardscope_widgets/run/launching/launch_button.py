@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 from collections.abc import Callable
 from html import escape
@@ -13,7 +12,7 @@ import shardscope as ss
 from shardscope.core.errors import OverridableError
 from shardscope.memory.report import MemoryReport
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
+from shardscope_widgets.kit.background_calls import call_in_thread
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
 from shardscope_widgets.run.launching.free_memory import FreeMemoryList, schedule_first_read
 from shardscope_widgets.run.launching.launch_offer import LaunchOffer, build_offer
@@ -141,15 +140,9 @@ class LaunchButton:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 run = ss.launch(plan, task, outlive_kernel=self._options.outlive.value, force=force)
-        # The user may override it, by the "Launch anyway" button of the notice.
-        except OverridableError as error:
-            self.busy = False
-            self.free.read_in_background()
-            self._on_error(error, lambda: self.launch(force=True))
-            return
         except Exception as error:  # An exception raised in a handler would not be shown.
             self.busy = False
-            self._on_error(error, None)
+            self._report_error(error)
             return
         tight = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
         notes = " ".join(filter(None, [note, *tight]))
@@ -163,17 +156,11 @@ class LaunchButton:
         queue = self.target.queue
         self._submitting = f"The job is being submitted to {queue.label if queue else 'the scheduler'}."
         self.update_offer()
-        loop = find_running_loop()
-
-        def submit() -> None:
-            result: ss.Run | Exception
-            try:
-                result = ss.launch(plan, task, on=target, force=force)  # type: ignore[arg-type]
-            except Exception as error:  # An exception raised in a thread would not be shown.
-                result = error
-            call_in_loop(loop, lambda: self._end_submission(result, note))
-
-        threading.Thread(target=submit, daemon=True, name="shardscope-submit").start()
+        call_in_thread(
+            lambda: ss.launch(plan, task, on=target, force=force),  # type: ignore[arg-type]
+            lambda result: self._end_submission(result, note),
+            "shardscope-submit",
+        )
 
     def _end_submission(self, result: ss.Run | Exception, note: str) -> None:
         if isinstance(result, ss.Run):
@@ -184,9 +171,13 @@ class LaunchButton:
         self.update_offer()
         if isinstance(result, ss.Run):
             self._on_launch(result, note)
-            return
-        can_override = isinstance(result, OverridableError)
-        self._on_error(result, (lambda: self.launch(force=True)) if can_override else None)
+        else:
+            self._report_error(result)
+
+    def _report_error(self, error: Exception) -> None:
+        # The user may override some, by the "Launch anyway" button of the notice.
+        can_override = isinstance(error, OverridableError)
+        self._on_error(error, (lambda: self.launch(force=True)) if can_override else None)
 
     def _show_task_error(self) -> str:
         """Show the task's error at its input, and return a short version of it."""
