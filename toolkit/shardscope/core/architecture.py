@@ -19,7 +19,7 @@ from shardscope.core.errors import (
     check_choice,
     check_flag,
     check_integer,
-    check_name,
+    check_printable,
     refuse,
 )
 from shardscope.core.layer_parts import LatentAttention, MixtureOfExperts
@@ -101,7 +101,7 @@ class Architecture(Serializable):
     """Multi-head latent attention (DeepSeek-V3); None for ordinary attention."""
 
     def __post_init__(self) -> None:
-        check_name("Architecture.name", self.name, Value("my-model"))
+        check_printable("Architecture.name", self.name, Value("my-model"))
         check_choice("Architecture.model_type", self.model_type, MODEL_TYPES)
         # Each field alone first: the checks of combinations below assume valid numbers.
         for field in (

@@ -15,8 +15,8 @@ from shardscope.core.errors import (
     check_choice,
     check_flag,
     check_integer,
-    check_name,
     check_number,
+    check_printable,
     find_similar,
     refuse,
 )
@@ -46,7 +46,7 @@ class Link(Serializable):
     """Seconds of one small message."""
 
     def __post_init__(self) -> None:
-        check_name("Link.name", self.name, Value("my-gpu"))
+        check_printable("Link.name", self.name, Value("my-gpu"))
         check_number("Link.bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, low=1e6, high=1e14)
         check_number("Link.latency_seconds", self.latency_seconds, low=0.0, high=1.0)
 
@@ -85,11 +85,11 @@ class Gpu(Serializable):
     """Date on which the price was read, "2026-11-20"; prices change quickly."""
 
     def __post_init__(self) -> None:
-        check_name("Gpu.name", self.name, Value("my-gpu"))
+        check_printable("Gpu.name", self.name, Value("my-gpu"))
         check_choice("Gpu.vendor", self.vendor, VENDORS)
         for optional in ("architecture", "link"):
             if getattr(self, optional) is not None:
-                check_name(f"Gpu.{optional}", getattr(self, optional), Value("my-gpu"))
+                check_printable(f"Gpu.{optional}", getattr(self, optional), Value("my-gpu"))
         # The driver reserves a part of the memory, so ``usable_bytes`` is at most ``memory_bytes``.
         memory = check_integer("Gpu.memory_bytes", self.memory_bytes, low=2**20, high=MAX_BYTES)
         check_integer("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)

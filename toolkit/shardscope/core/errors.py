@@ -202,7 +202,7 @@ def check_flag(field: str, value: object) -> bool:
     return value
 
 
-def check_name(field: str, value: object, fix: Fix) -> None:
+def check_printable(field: str, value: object, fix: Fix) -> None:
     """Raise ``ValueError`` unless ``value`` is a text of 1 to 200 printable characters."""
     if not isinstance(value, str) or not 1 <= len(value) <= 200 or not value.isprintable():
         refuse(field, value, "1 to 200 printable characters", fix)
