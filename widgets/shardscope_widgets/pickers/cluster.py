@@ -58,7 +58,7 @@ class ClusterPicker(Picker):
             "", "NVMe read bandwidth of each node in GB/s; empty: unknown", "48px"
         )
         self.hint = controls.create_html("", "ss-hint")
-        self.host_hint = controls.create_html(UNKNOWN_HOST_MEMORY, "ss-hint", "ss-warning")
+        self.host_hint = controls.create_html(UNKNOWN_HOST_MEMORY, "ss-hint")
         self.more = controls.create_button("More options", "ss-link", icon="chevron-right")
         self.more.on_click(self._show_more)
         self._is_open = False
