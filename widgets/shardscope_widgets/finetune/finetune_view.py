@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.core.errors import OverridableError
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import assess_plan
-from shardscope_widgets.finetune.form import WRONG, FinetuneForm, render_missing, render_summary
+from shardscope_widgets.finetune.form import FinetuneForm, render_missing, render_summary
 from shardscope_widgets.finetune.launch_place import LaunchPlace
 from shardscope_widgets.finetune.run_and_chat import RunAndChat
 from shardscope_widgets.finetune.setup import Setup
@@ -21,7 +21,7 @@ from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import call_in_loop, call_in_thread, find_running_loop, try_call
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.fold import Fold, Folds
-from shardscope_widgets.kit.notice import Notice
+from shardscope_widgets.kit.notice import WRONG_INPUT, Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.figure import create_memory_figure, draw_memory
@@ -196,7 +196,7 @@ class FinetuneView(View):
             self._loop = find_running_loop()
             self.outcome.watch(result)
         elif isinstance(result, ValueError) and not was_submitted and not can_override:
-            self.notice.show_message(WRONG, is_error=True)
+            self.notice.show_message(WRONG_INPUT, is_error=True)
             self.form.show_error(result)
         else:
             actions = {"Launch anyway": lambda: self.launch(force=True)} if can_override else {}

@@ -31,6 +31,7 @@ from shardscope_widgets.finetune.setup import (
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import describe_devices
 from shardscope_widgets.kit.fold import Fold
+from shardscope_widgets.kit.notice import WRONG_INPUT
 from shardscope_widgets.pickers.recipe_choices import CHOICE_LABELS
 from shardscope_widgets.run.run_html import format_duration
 
@@ -39,7 +40,7 @@ NO_MODEL, NO_DATA = "Choose a model.", "Choose a data file to train on."
 UNKNOWN_COLUMNS = "Say what the columns of the data are."
 NO_GPU_TYPE = "Choose the type of the GPUs below the button."
 NOT_HERE = "is not on this machine yet: download it with the button below its name."
-READING, WRONG = "Reading the data…", "Correct the input marked in red first."
+READING = "Reading the data…"
 
 
 class FinetuneForm:
@@ -124,7 +125,7 @@ class FinetuneForm:
             setup, message = self._build_setup()
         except ValueError as error:
             self.show_error(error)
-            message = WRONG
+            message = WRONG_INPUT
         except Exception as error:  # An exception raised in a handler would not be shown.
             self.show_error(ValueError(f"Internal error of Shardscope: {type(error).__name__}: {error}"))
             raise

@@ -14,6 +14,7 @@ from shardscope.export.files import list_files
 from shardscope.frameworks.formats.exported import Exported
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable
+from shardscope_widgets.kit.notice import WRONG_INPUT
 
 FOLDER = "exports"
 """Parent folder of all exports, next to the notebook like ``runs``."""
@@ -42,7 +43,7 @@ class ExportPanel(WorkPanel):
     def _start_export(self) -> None:
         plan = self._plan
         if plan is None or self.is_blocked:
-            self.show_message("Correct the input marked in red first.")
+            self.show_message(WRONG_INPUT)
             return
         folder = Path(FOLDER) / name_folder(plan)
 

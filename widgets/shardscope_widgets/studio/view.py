@@ -33,7 +33,7 @@ from shardscope_widgets.kit.background_calls import (
     find_running_loop,
 )
 from shardscope_widgets.kit.fold import Fold, Folds
-from shardscope_widgets.kit.notice import Notice
+from shardscope_widgets.kit.notice import WRONG_INPUT, Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
@@ -327,7 +327,7 @@ class Studio(View):
         """Dim the last valid plan and disable launching while an input is invalid."""
         wrong = self.is_wrong
         controls.set_class(self, "ss-stale", wrong)
-        self.launch.blocked = "Correct the input marked in red first." if wrong else ""
+        self.launch.blocked = WRONG_INPUT if wrong else ""
         self.fit.button.disabled = wrong
         self.export_panel.is_blocked = wrong
         for page in ("plans", "checks", "script"):

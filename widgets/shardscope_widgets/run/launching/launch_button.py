@@ -13,6 +13,7 @@ from shardscope.core.errors import OverridableError
 from shardscope.memory.report import MemoryReport
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import call_in_thread
+from shardscope_widgets.kit.notice import WRONG_INPUT
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
 from shardscope_widgets.run.launching.free_memory import FreeMemoryList, schedule_first_read
 from shardscope_widgets.run.launching.launch_offer import LaunchOffer, build_offer
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from shardscope.runs.launch.context import Context
 
 IS_BUSY = "A run is active: wait until it ends, or stop it."
-WRONG = "Correct the input marked in red first."
 
 
 class LaunchButton:
@@ -184,7 +184,7 @@ class LaunchButton:
         for picker in (self._task, self._options):
             picker.clear_plan_errors()
         if self.target.is_wrong:
-            return WRONG
+            return WRONG_INPUT
         if self._task.missing:
             return self._task.missing
         try:
@@ -193,7 +193,7 @@ class LaunchButton:
             field = str(getattr(error, "field", "")).rpartition(".")[2]
             owner = self._options if field in self._options.rows else self._task
             owner.show_plan_error(error)
-            return WRONG
+            return WRONG_INPUT
         return ""
 
 
