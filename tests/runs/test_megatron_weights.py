@@ -143,6 +143,13 @@ def compute_largest_difference(source: Any, found: dict[str, Any]) -> float:
     return max(float((wanted[name] - found[name]).abs().max()) for name in wanted)
 
 
+def gather_state_dict(chunks: list[Any], arch: Architecture, optimizer: Any = None) -> dict[str, Any]:
+    """Return the whole model's transformers state dict, on rank 0; empty on other ranks."""
+    from shardscope.frameworks.megatron.weights.export import gather_tensors
+
+    return {name: tensor for name, tensor in gather_tensors(chunks, arch, optimizer) if tensor is not None}
+
+
 def compute_logits(chunk: Any, ids: Any) -> Any:
     """[batch, seq_len, vocab_size] of a model that is whole but for tensor parallelism."""
     import torch
@@ -189,7 +196,6 @@ def resume_at_other_degrees(path: Path, rank: int, before: Plan, after: Plan, be
     ``beside``: the checkpoint is written while the third step is taken.
     """
     from shardscope.frameworks.megatron.engine import checkpointing
-    from shardscope.frameworks.megatron.weights.export import gather_state_dict
 
     arch, found = before.architecture, {}
     with make_trained_chunks(before) as (chunks, optimizer, source):
@@ -238,8 +244,6 @@ def export_and_reload(
 
 def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
     import torch
-
-    from shardscope.frameworks.megatron.weights.export import gather_state_dict
 
     results: dict[str, Any] = {}
     torch.manual_seed(3)

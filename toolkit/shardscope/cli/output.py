@@ -16,7 +16,7 @@ from pathlib import Path
 from shlex import quote
 
 from shardscope.core.errors import refuse
-from shardscope.machine.user_folders import expand_home, lacks_home
+from shardscope.machine.user_folders import check_home
 
 WIDTH = 80
 MIN_WIDTH = 8
@@ -134,9 +134,7 @@ def find_output_file(option: str, text: str | None, name: str) -> Path | None:
         return None
     if not text:  # An empty variable of a script; the path would be the current folder.
         refuse(option, text, "the path of a file or of a folder", f"{option} {name}")
-    path = expand_home(text)
-    if lacks_home(path):
-        refuse(option, text, "a path; that user has no home folder", f"{option} {name}")
+    path = check_home(option, text, f"{option} {name}")
     path = path / name if path.is_dir() else path
     if not path.parent.is_dir():
         refuse(

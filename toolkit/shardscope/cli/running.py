@@ -46,62 +46,7 @@ RAY_FIELDS = ("address", "runtime_env", "node_folder")
 
 def add_commands(commands: Commands) -> None:
     """Add the commands of this module."""
-    parser = add_command(
-        commands,
-        "launch",
-        "launch a plan: here, on Slurm or on Ray",
-        "  shardscope launch plan.json --task pretrain num_steps=100 --wait\n"
-        "  shardscope launch --model 2m --cluster 2xcpu --recipe seq_len=64 global_batch_size=8\n"
-        "  shardscope launch plan.json --task finetune weights=model data=data.jsonl export=true\n"
-        '  shardscope launch plan.json --on slurm --partition a100 --time 2:00:00 --setup "module load cuda"',
-    )
-    add_plan_options(parser)
-    parser.add_argument(
-        "--task",
-        nargs="+",
-        default=["pretrain"],
-        metavar=("TASK", FIELDS_METAVAR),
-        help="pretrain, finetune or script, with the fields of ss.Pretrain, ss.Finetune or ss.Script",
-    )
-    parser.add_argument("--name", help="name of the run; default: the time")
-    parser.add_argument("--folder", default=RUNS, help="parent folder of the run; default: runs")
-    parser.add_argument("--force", action="store_true", help="launch although memory may not suffice")
-    parser.add_argument(
-        "--retries",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start again up to N times, from the last checkpoint, after a failed rank or a lost node",
-    )
-    parser.add_argument(
-        "--wait",
-        action="store_true",
-        help="print steps until the run ends; Ctrl-C then ends a run of this machine",
-    )
-    group = parser.add_argument_group("target")
-    group.add_argument("--on", choices=("slurm", "ray"), help="default: this machine")
-    for name in SLURM_FIELDS:
-        group.add_argument(f"--{name}", help=f"ss.Slurm({name}=...)")
-    group.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="shell line before Python; may be repeated",
-    )
-    group.add_argument(
-        "--extra",
-        nargs="+",
-        default=[],
-        metavar="OPTION=VALUE",
-        help="other options of sbatch: mem=64G exclusive",
-    )
-    group.add_argument("--address", help="ss.Ray(address=...); default: RAY_ADDRESS, or this machine's Ray")
-    group.add_argument("--runtime-env", metavar="JSON", help='ss.Ray(runtime_env=...): {"env_vars": {...}}')
-    group.add_argument(
-        "--node-folder", metavar="PATH", help="ss.Ray(node_folder=...): where nodes without --folder write"
-    )
-    parser.set_defaults(run=launch_run)
+    _add_launch_command(commands)
 
     parser = add_command(
         commands,
@@ -143,6 +88,70 @@ def add_commands(commands: Commands) -> None:
         "--chrome", metavar="FILE", help="write one trace of all ranks to this file, for Perfetto"
     )
     parser.set_defaults(run=show_trace)
+
+
+def _add_launch_command(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "launch",
+        "launch a plan: here, on Slurm or on Ray",
+        "  shardscope launch plan.json --task pretrain num_steps=100 --wait\n"
+        "  shardscope launch --model 2m --cluster 2xcpu --recipe seq_len=64 global_batch_size=8\n"
+        "  shardscope launch plan.json --task finetune weights=model data=data.jsonl export=true\n"
+        '  shardscope launch plan.json --on slurm --partition a100 --time 2:00:00 --setup "module load cuda"',
+    )
+    add_plan_options(parser)
+    parser.add_argument(
+        "--task",
+        nargs="+",
+        default=["pretrain"],
+        metavar=("TASK", FIELDS_METAVAR),
+        help="pretrain, finetune or script, with the fields of ss.Pretrain, ss.Finetune or ss.Script",
+    )
+    parser.add_argument("--name", help="name of the run; default: the time")
+    parser.add_argument("--folder", default=RUNS, help="parent folder of the run; default: runs")
+    parser.add_argument("--force", action="store_true", help="launch although memory may not suffice")
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again up to N times, from the last checkpoint, after a failed rank or a lost node",
+    )
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="print steps until the run ends; Ctrl-C then ends a run of this machine",
+    )
+    _add_target_options(parser)
+    parser.set_defaults(run=launch_run)
+
+
+def _add_target_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--on`` and the fields of ``ss.Slurm`` and ``ss.Ray``, which :func:`_build_target` reads."""
+    group = parser.add_argument_group("target")
+    group.add_argument("--on", choices=("slurm", "ray"), help="default: this machine")
+    for name in SLURM_FIELDS:
+        group.add_argument(f"--{name}", help=f"ss.Slurm({name}=...)")
+    group.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="shell line before Python; may be repeated",
+    )
+    group.add_argument(
+        "--extra",
+        nargs="+",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="other options of sbatch: mem=64G exclusive",
+    )
+    group.add_argument("--address", help="ss.Ray(address=...); default: RAY_ADDRESS, or this machine's Ray")
+    group.add_argument("--runtime-env", metavar="JSON", help='ss.Ray(runtime_env=...): {"env_vars": {...}}')
+    group.add_argument(
+        "--node-folder", metavar="PATH", help="ss.Ray(node_folder=...): where nodes without --folder write"
+    )
 
 
 def _add_run_command(commands: Commands, name: str, summary: str, example: str) -> argparse.ArgumentParser:

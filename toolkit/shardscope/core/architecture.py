@@ -13,7 +13,15 @@ from typing import Literal, NamedTuple, Self, overload
 import numpy as np
 import numpy.typing as npt
 
-from shardscope.core.errors import Value, add_article, check_choice, check_flag, check_integer, refuse
+from shardscope.core.errors import (
+    Value,
+    add_article,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_printable,
+    refuse,
+)
 from shardscope.core.layer_parts import LatentAttention, MixtureOfExperts
 from shardscope.core.serialization import Serializable, read_parts
 from shardscope.core.size_limits import LIMITS, check_size, check_size_field
@@ -93,8 +101,7 @@ class Architecture(Serializable):
     """Multi-head latent attention (DeepSeek-V3); None for ordinary attention."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not 1 <= len(self.name) <= 200 or not self.name.isprintable():
-            refuse("Architecture.name", self.name, "1 to 200 printable characters", Value("my-model"))
+        check_printable("Architecture.name", self.name, Value("my-model"))
         check_choice("Architecture.model_type", self.model_type, MODEL_TYPES)
         # Each field alone first: the checks of combinations below assume valid numbers.
         for field in (

@@ -16,6 +16,7 @@ from shardscope.core.errors import (
     check_flag,
     check_integer,
     check_number,
+    check_printable,
     find_similar,
     refuse,
 )
@@ -45,7 +46,7 @@ class Link(Serializable):
     """Seconds of one small message."""
 
     def __post_init__(self) -> None:
-        _check_name("Link.name", self.name)
+        check_printable("Link.name", self.name, Value("my-gpu"))
         check_number("Link.bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, low=1e6, high=1e14)
         check_number("Link.latency_seconds", self.latency_seconds, low=0.0, high=1.0)
 
@@ -84,11 +85,11 @@ class Gpu(Serializable):
     """Date on which the price was read, "2026-11-20"; prices change quickly."""
 
     def __post_init__(self) -> None:
-        _check_name("Gpu.name", self.name)
+        check_printable("Gpu.name", self.name, Value("my-gpu"))
         check_choice("Gpu.vendor", self.vendor, VENDORS)
         for optional in ("architecture", "link"):
             if getattr(self, optional) is not None:
-                _check_name(f"Gpu.{optional}", getattr(self, optional))
+                check_printable(f"Gpu.{optional}", getattr(self, optional), Value("my-gpu"))
         # The driver reserves a part of the memory, so ``usable_bytes`` is at most ``memory_bytes``.
         memory = check_integer("Gpu.memory_bytes", self.memory_bytes, low=2**20, high=MAX_BYTES)
         check_integer("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)
@@ -299,8 +300,3 @@ def choose_mixed_precision(gpu: Gpu) -> Literal["bf16-mixed", "fp16-mixed"]:
 def name_device(cluster: Cluster) -> str:
     """Return the name of one rank's device: GPU or CPU rank."""
     return "CPU rank" if cluster.gpu.vendor == "cpu" else "GPU"
-
-
-def _check_name(field_name: str, value: object) -> None:
-    if not isinstance(value, str) or not 1 <= len(value) <= 200 or not value.isprintable():
-        refuse(field_name, value, "1 to 200 printable characters", Value("my-gpu"))

@@ -202,6 +202,12 @@ def check_flag(field: str, value: object) -> bool:
     return value
 
 
+def check_printable(field: str, value: object, fix: Fix) -> None:
+    """Raise ``ValueError`` unless ``value`` is a text of 1 to 200 printable characters."""
+    if not isinstance(value, str) or not 1 <= len(value) <= 200 or not value.isprintable():
+        refuse(field, value, "1 to 200 printable characters", fix)
+
+
 def check_choice(field: str, value: object, choices: Iterable[Option]) -> Option:
     """Return ``value``. Raises ``ValueError``, with the nearest choice, unless it is in ``choices``."""
     options = list(choices)
@@ -233,6 +239,11 @@ def add_article(name: str) -> str:
 MIN_SIMILARITY = 0.6
 """Lowest similarity (``difflib``'s ratio) at which a name is suggested for another: "rtx4090" and
 "rtx-4090-24gb" have 0.70, "sequence_length" and "seq_len" 0.64."""
+
+
+def get_first_line(error: BaseException) -> str:
+    """Return the first line of the message of a library's error; without a message, the error's type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def find_similar(value: object, options: Iterable[str]) -> str | None:

@@ -81,7 +81,7 @@ def render_html_fields(pairs: Mapping[str, object], caption: str = "") -> str:
     return f"{TABLE}{_render_caption(caption)}<tbody>{body}</tbody></table>"
 
 
-def render_html_dataclass(value: DataclassInstance, caption: str = "") -> str:
+def render_html_dataclass(value: DataclassInstance) -> str:
     """Return the fields of a dataclass that are set, as a table: ``hidden_size`` as "hidden size"."""
     pairs: dict[str, object] = {}
     for field in dataclasses.fields(value):
@@ -99,7 +99,7 @@ def render_html_dataclass(value: DataclassInstance, caption: str = "") -> str:
             name, unit = name.removesuffix("_flops"), "TFLOP/s"
             content = {key: flops / 1e12 for key, flops in content.items()}
         pairs[name.replace("_", " ").strip()] = f"{format_value(content)} {unit}".strip()
-    return render_html_fields(pairs, caption or type(value).__name__)
+    return render_html_fields(pairs, type(value).__name__)
 
 
 def format_value(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import Value, refuse
 from shardscope.frameworks.engines import render_files
 from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, describe_plan
-from shardscope.machine.user_folders import expand_home, lacks_home
+from shardscope.machine.user_folders import check_home
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -21,9 +21,7 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
     """See :meth:`shardscope.core.plan.Plan.export`."""
     if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
         refuse("folder", folder, "the path of a folder", Value("exported"))
-    home = expand_home(folder)
-    if lacks_home(home):
-        refuse("folder", str(folder), "a path; that user has no home folder", Value("exported"))
+    home = check_home("folder", folder, Value("exported"))
     # A link to nothing does not exist, and no folder can be made there.
     if (home.exists() or home.is_symlink()) and not home.is_dir():
         refuse("folder", str(folder), "a folder, or a path at which there is nothing yet", Value("exported"))

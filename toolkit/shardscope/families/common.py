@@ -82,7 +82,8 @@ def read_sizes(config: HfConfig, *, kv_heads: int | None, positions: int) -> Fie
     heads = config.read_size("num_attention_heads", limit="num_attention_heads")
     # A missing key takes the class's default, but null means one key/value head for each query head
     # (transformers 5.24, e.g. configuration_mistral.py, __post_init__).
-    default_kv = heads if kv_heads is None or _is_null(config, "num_key_value_heads") else kv_heads
+    is_null = config.data.get("num_key_value_heads", heads) is None
+    default_kv = heads if kv_heads is None or is_null else kv_heads
     return {
         "hidden_size": hidden,
         "intermediate_size": config.read_size("intermediate_size", limit="intermediate_size"),
@@ -98,10 +99,6 @@ def read_sizes(config: HfConfig, *, kv_heads: int | None, positions: int) -> Fie
         ),
         "tie_word_embeddings": config.read_flag("tie_word_embeddings", False),
     }
-
-
-def _is_null(config: HfConfig, key: str) -> bool:
-    return key in config.data and config.data[key] is None
 
 
 def check_even_heads(fields: Fields) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardscope.core.architecture import Architecture
-from shardscope.core.errors import Value, find_similar, refuse, warn_user
+from shardscope.core.errors import Value, find_similar, get_first_line, refuse, warn_user
 from shardscope.core.json_text import parse_json
 from shardscope.families.common import HfConfig
 from shardscope.families.family import Family
@@ -218,7 +218,7 @@ def _find_on_hub(hub_id: str) -> Path:
         if problem is None:
             return Path(cached if isinstance(cached, str) else hf_hub_download(hub_id, "config.json"))
     except Exception as error:  # The Hub's client has a separate class for each cause.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = get_first_line(error)
         problem, cause = HubProblem(reason.rstrip("."), "check the name and the network"), error
     raise ValueError(
         f"config.json of {hub_id!r} could not be downloaded from the Hub: {problem.reason}. "

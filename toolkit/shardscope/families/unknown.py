@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from shardscope.core.architecture import Architecture
-from shardscope.core.errors import refuse
+from shardscope.core.errors import get_first_line, refuse
 from shardscope.core.size_limits import check_size_field
 from shardscope.families.parameter_shapes import Parameter
 
@@ -178,7 +178,7 @@ def _read_with_transformers(config: Mapping[str, object]) -> object:
         # transformers itself rejects values of wrong types.
         return AutoConfig.for_model(**config).get_text_config()  # type: ignore[arg-type]
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = get_first_line(error)
         raise ValueError(
             f"config.json model_type is {config.get('model_type')!r}; allowed: a config that the installed "
             f"transformers can read. Its error: {reason[:300]}"

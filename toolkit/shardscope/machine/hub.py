@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardscope.core.errors import get_first_line
+
 TIMEOUT_SECONDS = 5.0
 NAMES = {"model": "model", "dataset": "data set"}
 
@@ -67,7 +69,7 @@ def find_hub_problem(repo_id: str, file: str, repo_type: Literal["model", "datas
     except OfflineModeIsEnabled:
         return HubProblem("HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE", is_unreachable=True)
     except Exception as error:  # Of the HTTP library, which differs between versions of huggingface_hub.
-        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        detail = get_first_line(error)
         return HubProblem(
             f"the Hub ({endpoint}) cannot be reached: {detail}",
             "check the network, or HF_ENDPOINT for a mirror",

@@ -19,6 +19,8 @@ from shardscope.machine.os_errors import is_absent
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
+KILL_SECONDS = 5.0
+"""Seconds in which processes that were sent SIGKILL have to end."""
 
 _SYSTEM_NAMES = {"darwin": "macOS", "win32": "Windows", "emscripten": "Pyodide"}
 
@@ -128,12 +130,12 @@ def list_descendants(except_for: int | None = None) -> list[int]:
     return pids
 
 
-def kill_descendants(timeout_seconds: float = 5.0, except_for: int | None = None) -> bool:
+def kill_descendants(except_for: int | None = None) -> bool:
     """Send SIGKILL to the descendants that :func:`list_descendants` returns, and reap them.
 
-    Return False if some are left after the timeout.
+    Return False if some are left after :data:`KILL_SECONDS`.
     """
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + KILL_SECONDS
     while pids := list_descendants(except_for):
         # List again in each round: a process may have forked between the listing and its signal.
         for pid in pids:
@@ -147,9 +149,9 @@ def kill_descendants(timeout_seconds: float = 5.0, except_for: int | None = None
     return True
 
 
-def kill_session(leader: int, timeout_seconds: float = 5.0) -> None:
+def kill_session(leader: int) -> None:
     """Send SIGKILL to all other processes in the session of ``leader``, which must not be reaped yet."""
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + KILL_SECONDS
     while (pids := _list_session(leader)) and time.monotonic() < deadline:
         for pid in pids:
             signal_process(pid, signal.SIGKILL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from shardscope.core.errors import Fix, refuse
+
 
 def expand_home(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` with the home folder instead of ``~``; unchanged if that user has none.
@@ -17,9 +19,12 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
         return Path(path)
 
 
-def lacks_home(path: Path) -> bool:
-    """Return whether :func:`expand_home` left a ``~`` in ``path``, because that user has no home folder."""
-    return path.parts[:1] != () and path.parts[0].startswith("~")
+def check_home(field: str, path: str | os.PathLike[str], fix: Fix) -> Path:
+    """Return :func:`expand_home` of ``path``. Raises ``ValueError`` if that user has no home folder."""
+    expanded = expand_home(path)
+    if expanded.parts and expanded.parts[0].startswith("~"):
+        refuse(field, os.fspath(path), "a path; that user has no home folder", fix)
+    return expanded
 
 
 def find_cache_folder() -> Path:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from shardscope.core.errors import Value, refuse
 from shardscope.machine.os_errors import describe_shortage
-from shardscope.machine.user_folders import expand_home, lacks_home
+from shardscope.machine.user_folders import check_home
 from shardscope.records.json_files import append_line, read_json
 
 Status = Literal["queued", "starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
@@ -404,10 +404,7 @@ def checked_path(field: str, value: object) -> Path:
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:
         refuse(field, value, "text or a Path, without null bytes", Value("runs"))
-    path = expand_home(text)
-    if lacks_home(path):
-        refuse(field, text, "a path; that user has no home folder", Value("runs"))
-    return path
+    return check_home(field, text, Value("runs"))
 
 
 def explain_write_error(path: Path, error: OSError) -> OSError:

@@ -15,6 +15,8 @@ MAX_MATCHES = 200
 MAX_LINE = 2000
 """Characters that are stored of a line."""
 PIECE_BYTES = 2**22
+MAX_BYTES = 2 * PIECE_BYTES
+"""Bytes that one call searches."""
 
 
 class LogSearch:
@@ -34,8 +36,8 @@ class LogSearch:
         self._offset = 0
         self._rest = b""
 
-    def search_next(self, max_bytes: int = 2 * PIECE_BYTES) -> bool:
-        """Search the next ``max_bytes``. Return whether there is more to read.
+    def search_next(self) -> bool:
+        """Search the next :data:`MAX_BYTES`. Return whether there is more to read.
 
         A missing file has no lines. A last line without newline is left for the next call.
         """
@@ -44,7 +46,7 @@ class LogSearch:
                 size = os.fstat(file.fileno()).st_size
                 if size < self._offset:  # truncated or replaced
                     self._reset()
-                end = self._offset + max_bytes
+                end = self._offset + MAX_BYTES
                 file.seek(self._offset)
                 while self._offset < end and (data := file.read(min(PIECE_BYTES, end - self._offset))):
                     self._offset += len(data)

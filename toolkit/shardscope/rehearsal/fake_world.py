@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from typing import ParamSpec, Self, TypeVar
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ from shardscope.rehearsal.patching import Patch, patch_attributes
 from shardscope.rehearsal.tracker import Tracker
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @contextlib.contextmanager
@@ -114,15 +112,9 @@ def _hide_dtensor_shapes(tracker: Tracker) -> Iterator[None]:
     """Hide the global-size fake tensors on which DTensor computes shapes: no rank allocates them."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    def pause(original: Callable[P, R]) -> Callable[P, R]:
-        def propagate_untracked(*args: P.args, **kwargs: P.kwargs) -> R:
-            with tracker.pause():
-                return original(*args, **kwargs)
-
-        return propagate_untracked
-
     name = "_propagate_tensor_meta_non_cached"
-    with patch_attributes([(ShardingPropagator, name, pause(getattr(ShardingPropagator, name)))]):
+    untracked = tracker.pause()(getattr(ShardingPropagator, name))
+    with patch_attributes([(ShardingPropagator, name, untracked)]):
         yield
 
 

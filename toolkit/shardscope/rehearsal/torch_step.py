@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardscope.rehearsal.extent import MAX_MICRO_BATCHES, NUM_STEPS
-from shardscope.rehearsal.patching import patch_attributes
 from shardscope.rehearsal.quantization import (
     fake_optimizer_updates,
     fake_quantile_maps,
@@ -20,6 +18,7 @@ from shardscope.rehearsal.quantization import (
     quantized_weights,
 )
 from shardscope.rehearsal.result import RehearsedStage
+from shardscope.training.accounting.tensors import list_optimizer_tensors
 from shardscope.training.document_masks import add_document_mask
 from shardscope.training.model.model import build_model
 from shardscope.training.model.quantization import list_scales
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from shardscope.rehearsal.tracker import Tracker
     from shardscope.training.torch_engine import TorchEngine
 
-Owner = TypeVar("Owner")
-P = ParamSpec("P")
-R = TypeVar("R")
 NoteProgress = Callable[[str, float], None]
 
 
@@ -138,8 +134,7 @@ def finish_step(engine: TorchEngine, tracker: Tracker, trained: list[torch.nn.Pa
         gradients.clip_gradients(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
         with fake_optimizer_updates():
             optimizer.step()
-        values = (value for state in optimizer.state.values() for value in state.values())
-        tracker.label((value for value in values if isinstance(value, torch.Tensor)), "optimizer")
+        tracker.label(list_optimizer_tensors(optimizer), "optimizer")
         optimizer.zero_grad(set_to_none=True)
 
 
@@ -166,25 +161,3 @@ def _describe_differences(plan: Plan, *, sharded: bool = False) -> str:
     if plan.recipe.optimizer == "adamw_8bit" and sharded:
         notes.append("torchao's update is compiled and does not run: only its state is counted")
     return "; ".join(notes)
-
-
-@contextlib.contextmanager
-def labelled_methods(
-    tracker: Tracker,
-    owner: type[Owner],
-    names: tuple[str, ...],
-    before: Callable[[Owner], None] | None = None,
-) -> Iterator[None]:
-    """Label tensors that ``owner``'s methods create as gather buffers; ``before`` gets the object first."""
-
-    def wrap_method(original: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
-        def labelled_method(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            if before is not None:
-                before(self)
-            with tracker.label_new_storages("gather_buffers"):
-                return original(self, *args, **kwargs)
-
-        return labelled_method
-
-    with patch_attributes([(owner, name, wrap_method(getattr(owner, name))) for name in names]):
-        yield

@@ -27,7 +27,7 @@ def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.in
     if nested is not None:
         return nested
     row_ends: list[int] = []  # end of the last slice of each row
-    rows = [0] * len(start_ns)
+    rows = [MAX_ROWS] * len(start_ns)
     full_until = 0  # no row is free before this time
     for index, (start, end) in enumerate(zip(start_ns.tolist(), end_ns.tolist(), strict=True)):
         # Leave the rows of slices that have ended.
@@ -35,12 +35,9 @@ def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.in
             row_ends.pop()
         if len(row_ends) == MAX_ROWS:
             # The last row is in use. All rows are in use until the first of their ends.
+            if start >= full_until:
+                full_until = min(row_ends)
             if start < full_until:
-                rows[index] = MAX_ROWS
-                continue
-            full_until = min(row_ends)
-            if start < full_until:
-                rows[index] = MAX_ROWS
                 continue
         elif not row_ends or row_ends[-1] >= end:
             rows[index] = len(row_ends)
@@ -52,14 +49,9 @@ def compute_nesting_depth(start_ns: Int64s, end_ns: Int64s) -> npt.NDArray[np.in
             row -= 1
         while row < len(row_ends) and row_ends[row] > start:
             row += 1
-        if row == MAX_ROWS:
-            rows[index] = MAX_ROWS
-            continue
-        if row == len(row_ends):
-            row_ends.append(end)
-        else:
-            row_ends[row] = end
-        rows[index] = row
+        if row < MAX_ROWS:
+            row_ends[row : row + 1] = [end]  # of a new row, too
+            rows[index] = row
     depth[:] = rows
     return depth
 

@@ -61,8 +61,7 @@ def train(
     check_ranks_read_different_samples(batches, first, ctx.device)
     seen: list[int] = []
     printed_steps = choose_printed_steps(first, schedule.num_steps)
-    checkpoint_requested = is_last = False
-    checkpoints = Checkpoints(ctx, engine, batches, keep_last)
+    checkpoints = Checkpoints(ctx, engine, batches, save_every=save_every, keep_last=keep_last)
     is_stopped = False
     # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
@@ -87,14 +86,10 @@ def train(
             if commands.stop:
                 save_checkpoint = is_stopped = True
                 break
-            checkpoint_requested |= commands.checkpoint
+            checkpoints.is_requested |= commands.checkpoint
+            checkpoints.save_if_due(step)
             # After one more step: before the first one an optimizer has no state to save.
             is_last = commands.finish
-            is_due = save_every is not None and step % save_every == 0 and step > first
-            # An optimizer has no state before its first step, so a checkpoint requested there comes after it.
-            if is_due or (checkpoint_requested and step):
-                checkpoints.begin_save()
-                checkpoint_requested = False
             if commands.memory_snapshot:
                 snapshot.start(SNAPSHOT_STEPS)
             if commands.recording is not None:
@@ -124,10 +119,8 @@ def train(
             if is_last:
                 break
     ctx.record("data", _describe_data(batches, first, engine.num_steps_done, seen))
-    # save_every includes the last step, but not that of a resumed run without steps: it is saved already.
-    if save_checkpoint or checkpoint_requested or (save_every is not None and engine.num_steps_done > first):
-        checkpoints.begin_save()
-    checkpoints.wait_and_prune()
+    checkpoints.is_requested |= save_checkpoint
+    checkpoints.save_last()
     return not is_stopped
 
 
@@ -184,10 +177,38 @@ def _run_step(engine: Engine, batches: Batches, schedule: Schedule, step: int) -
 class Checkpoints:
     """Checkpoints of one run: at most one in progress, and the latest ``keep_last`` kept (None: all)."""
 
-    def __init__(self, ctx: Context, engine: Engine, batches: Batches, keep_last: int | None) -> None:
-        self._ctx, self._engine, self._batches, self._keep_last = ctx, engine, batches, keep_last
+    def __init__(
+        self,
+        ctx: Context,
+        engine: Engine,
+        batches: Batches,
+        *,
+        save_every: int | None,
+        keep_last: int | None,
+    ) -> None:
+        self._ctx, self._engine, self._batches = ctx, engine, batches
+        self._save_every, self._keep_last = save_every, keep_last
+        self._first = engine.num_steps_done
         self._wait: Callable[[], None] | None = None
         self._name = ""
+        self.is_requested = False
+        """Whether a checkpoint was requested that is not begun yet."""
+
+    def save_if_due(self, step: int) -> None:
+        """Start to save before ``step``, every ``save_every`` steps or if requested."""
+        is_due = self._save_every is not None and step % self._save_every == 0 and step > self._first
+        # An optimizer has no state before its first step, so a checkpoint requested there comes after it.
+        if is_due or (self.is_requested and step):
+            self.begin_save()
+            self.is_requested = False
+
+    def save_last(self) -> None:
+        """Save at the end, with ``save_every`` or if requested, and wait for it."""
+        # save_every includes the last step, but not that of a resumed run without steps: it is saved already.
+        is_due = self._save_every is not None and self._engine.num_steps_done > self._first
+        if is_due or self.is_requested:
+            self.begin_save()
+        self.wait_and_prune()
 
     def begin_save(self, path: Path | None = None) -> None:
         """Start to save the engine's state, asynchronously if the engine supports it.

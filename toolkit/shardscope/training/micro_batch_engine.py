@@ -168,8 +168,6 @@ class MicroBatchEngine(Engine):
             return self._run_step(batch, self._watch)
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
-        # Before anything runs: the watch reads the peak of the initialization when it is created.
-        self._watch = self._watch or MemoryWatch(self)
         batch = self._add_reference(batch)
         with self.evaluation():
             return self._evaluate(batch)
@@ -179,7 +177,6 @@ class MicroBatchEngine(Engine):
 
         ``batch`` is one of ``PairBatches``. Called by all ranks together, each with as many rows.
         """
-        self._watch = self._watch or MemoryWatch(self)
         with self.evaluation():
             return torch.cat(
                 [
@@ -189,7 +186,6 @@ class MicroBatchEngine(Engine):
             )
 
     def predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        self._watch = self._watch or MemoryWatch(self)
         # Compiled layers would be compiled again for each shape, up to a limit that steps share.
         with self.evaluation(), torch.compiler.set_stance("force_eager"):
             return self._predict_next(input_ids.to(self.ctx.device), last.to(self.ctx.device)).cpu()
@@ -247,6 +243,8 @@ class MicroBatchEngine(Engine):
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Disable gradients and dropout inside."""
+        # Before anything runs: the watch reads the peak of the initialization when it is created.
+        self._watch = self._watch or MemoryWatch(self)
         self._module.eval()
         try:
             with torch.no_grad():

@@ -43,8 +43,7 @@ class ScriptChecks(View):
         super().__init__(
             [Sheet("checks"), head, self.path, self.error, self.list], layout=controls.share_layout()
         )
-        for name in ("ss-root", "ss-view", "ss-checks", "ss-script"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-view", "ss-checks", "ss-script")
 
     def set_plan(self, plan: ss.Plan) -> None:
         """Check the file against ``plan``."""
@@ -54,7 +53,7 @@ class ScriptChecks(View):
 
     def freeze(self, frozen: bool) -> None:
         """Dim the findings while an input is invalid."""
-        (self.add_class if frozen else self.remove_class)("ss-old")
+        controls.set_class(self, "ss-old", frozen)
 
     def _read_code(self, change: object = None) -> None:
         self._code = None

@@ -49,8 +49,7 @@ class ChecksView(View):
         self._on_apply, self._on_apply_task = on_apply, on_apply_task
         self.list = Clickable(self._handle_action, on_answer=self._apply_answer)
         super().__init__([Sheet("checks"), self.list], layout=controls.share_layout())
-        for name in ("ss-root", "ss-view", "ss-checks"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-view", "ss-checks")
         if plan is not None:
             self.show(plan.findings())
 

@@ -92,7 +92,7 @@ class ColumnMenus(widgets.VBox):
             for index, (menu, label, row) in enumerate(
                 zip(self.menus, self._labels, self._rows, strict=True)
             ):
-                (row.remove_class if index < len(roles) else row.add_class)("ss-off")
+                controls.show_if(row, index < len(roles))
                 if index >= len(roles):
                     continue
                 is_optional = (self.format.value, roles[index]) in OPTIONAL_ROLES
@@ -109,7 +109,7 @@ class ColumnMenus(widgets.VBox):
         # Once chosen, another column is applied at once.
         if self.columns is not None and not self._is_offering:
             self._choose()
-        (self.button.add_class if self.columns is not None else self.button.remove_class)("ss-off")
+        controls.show_if(self.button, self.columns is None)
 
     def _choose(self) -> None:
         roles = ROLES[self.format.value]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import warnings
 from pathlib import Path
 
@@ -14,15 +13,15 @@ import shardscope as ss
 from shardscope.core.errors import OverridableError
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import assess_plan
-from shardscope_widgets.finetune.form import WRONG, FinetuneForm, render_missing, render_summary
+from shardscope_widgets.finetune.form import FinetuneForm, render_missing, render_summary
 from shardscope_widgets.finetune.launch_place import LaunchPlace
 from shardscope_widgets.finetune.run_and_chat import RunAndChat
 from shardscope_widgets.finetune.setup import Setup
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
+from shardscope_widgets.kit.background_calls import call_in_loop, call_in_thread, find_running_loop, try_call
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.fold import Fold, Folds
-from shardscope_widgets.kit.notice import Notice
+from shardscope_widgets.kit.notice import WRONG_INPUT, Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.figure import create_memory_figure, draw_memory
@@ -85,8 +84,7 @@ class FinetuneView(View):
                 self.outcome,
             ]
         )
-        for name in ("ss-root", "ss-finetune"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-finetune")
         self._planned_for: ss.Cluster | None = self._machine
         self._follow_place()
         self._show_setup()
@@ -110,7 +108,7 @@ class FinetuneView(View):
         setup = self.form.setup
         self.plan = None if setup is None else setup.plan
         self.form.preview.set_plan(self.plan)
-        (self._memory_place.remove_class if setup is not None else self._memory_place.add_class)("ss-off")
+        controls.show_if(self._memory_place, setup is not None)
         self._show_button()
         if setup is None:
             self.headline.value = render_missing(self.form.message)
@@ -146,7 +144,7 @@ class FinetuneView(View):
             return
         queue = self.place.target.queue
         has_options = queue is not None and bool(queue.scheduler.options)
-        (self.job.remove_class if has_options else self.job.add_class)("ss-off")
+        controls.show_if(self.job, has_options)
         self.job.head.wrong = self.place.target.is_wrong
         job = self.place.target.job
         self.job.head.answer = "" if job is None else job.description
@@ -171,31 +169,21 @@ class FinetuneView(View):
         if target is not None:
             self._submit(setup, target, force=force)
             return
-        result: ss.Run | Exception
-        try:
-            # ss.launch warns if memory is tight, which the headline shows.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)
-                result = ss.launch(setup.plan, setup.task, force=force)
-        except Exception as error:  # An exception raised in a handler would not be shown.
-            result = error
+        # ss.launch warns if memory is tight, which the headline shows.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            result = try_call(lambda: ss.launch(setup.plan, setup.task, force=force))
         self._show_result(result)
 
     def _submit(self, setup: Setup, target: object, *, force: bool) -> None:
         """Launch on ``target`` in a thread: a scheduler may take seconds to answer."""
         self._submitting = f"The job is being submitted to {self.place.title}."
         self._show_button()
-        loop = find_running_loop()
-
-        def submit() -> None:
-            result: ss.Run | Exception
-            try:
-                result = ss.launch(setup.plan, setup.task, on=target, force=force)  # type: ignore[arg-type]
-            except Exception as error:  # An exception raised in a thread would not be shown.
-                result = error
-            call_in_loop(loop, lambda: self._show_result(result))
-
-        threading.Thread(target=submit, daemon=True, name="shardscope-submit").start()
+        call_in_thread(
+            lambda: ss.launch(setup.plan, setup.task, on=target, force=force),  # type: ignore[arg-type]
+            self._show_result,
+            "shardscope-submit",
+        )
 
     def _show_result(self, result: ss.Run | Exception) -> None:
         """Show the run that was launched, or why none was."""
@@ -208,7 +196,7 @@ class FinetuneView(View):
             self._loop = find_running_loop()
             self.outcome.watch(result)
         elif isinstance(result, ValueError) and not was_submitted and not can_override:
-            self.notice.show_message(WRONG, is_error=True)
+            self.notice.show_message(WRONG_INPUT, is_error=True)
             self.form.show_error(result)
         else:
             actions = {"Launch anyway": lambda: self.launch(force=True)} if can_override else {}

@@ -31,15 +31,16 @@ from shardscope_widgets.finetune.setup import (
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import describe_devices
 from shardscope_widgets.kit.fold import Fold
+from shardscope_widgets.kit.notice import WRONG_INPUT
 from shardscope_widgets.pickers.recipe_choices import CHOICE_LABELS
-from shardscope_widgets.run.run_html import format_seconds
+from shardscope_widgets.run.run_html import format_duration
 
 NOTHING_CHOSEN = "Choose a model and a data file."
 NO_MODEL, NO_DATA = "Choose a model.", "Choose a data file to train on."
 UNKNOWN_COLUMNS = "Say what the columns of the data are."
 NO_GPU_TYPE = "Choose the type of the GPUs below the button."
 NOT_HERE = "is not on this machine yet: download it with the button below its name."
-READING, WRONG = "Reading the data…", "Correct the input marked in red first."
+READING = "Reading the data…"
 
 
 class FinetuneForm:
@@ -124,7 +125,7 @@ class FinetuneForm:
             setup, message = self._build_setup()
         except ValueError as error:
             self.show_error(error)
-            message = WRONG
+            message = WRONG_INPUT
         except Exception as error:  # An exception raised in a handler would not be shown.
             self.show_error(ValueError(f"Internal error of Shardscope: {type(error).__name__}: {error}"))
             raise
@@ -205,7 +206,7 @@ class FinetuneForm:
         preview = self.preview_of_data
         if preview is not None:
             self.preview.show(preview, self.data_panel.advice)
-        (self.folds["Data"].remove_class if preview is not None else self.folds["Data"].add_class)("ss-off")
+        controls.show_if(self.folds["Data"], preview is not None)
         self.note.value = (
             "" if setup is None else escape(describe_method(setup, preview, self.settings.value))
         )
@@ -237,7 +238,7 @@ def render_summary(plan: ss.Plan, task: ss.Finetune, length: Length, num_rows: i
     passes = f" in {epochs:g} epoch{'s' * (epochs != 1)}" if epochs is not None else ""
     rank = f" of rank {plan.recipe.adapter_rank}" if plan.recipe.has_adapters else ""
     method = CHOICE_LABELS[plan.recipe.method] if plan.recipe.has_adapters else "full fine-tuning"
-    seconds = f", about {format_seconds(length.seconds)}" if length.seconds is not None else ""
+    seconds = f", about {format_duration(length.seconds)}" if length.seconds is not None else ""
     by = " by <b>DPO</b>" if task.objective == "dpo" else ""
     return (
         f"<div class='ss-what' role='status'><b>{escape(task.weights.name)}</b> learns from "

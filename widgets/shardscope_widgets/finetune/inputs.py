@@ -120,7 +120,7 @@ class FinetuneInputs(Picker):
             if before in dict(methods).values():
                 self.method.value = before
         self.method.tooltips = [METHODS[name][1] for _, name in methods]
-        (self._qlora_note.add_class if has_gpu else self._qlora_note.remove_class)("ss-off")
+        controls.show_if(self._qlora_note, not has_gpu)
 
     def build_value(self) -> tuple[str, object, str]:
         """Return model, data and method as typed; for the name of rows in memory, the rows."""
@@ -200,7 +200,7 @@ def _create_browse_button(browser: FileBrowser, box: widgets.Combobox, what: str
     button.add_class("ss-expands")
 
     def show_open(_: object) -> None:
-        (button.add_class if browser.is_open else button.remove_class)("ss-expanded")
+        controls.set_class(button, "ss-expanded", browser.is_open)
 
     browser.observe(show_open, "value")
     return button

@@ -39,8 +39,7 @@ class LaunchPlace(widgets.VBox):
         self._kind_line = widgets.HBox(
             [controls.create_label("GPU"), self.kind], layout=controls.share_layout()
         )
-        for name in ("ss-launch-target", "ss-off"):
-            self._kind_line.add_class(name)
+        controls.add_classes(self._kind_line, "ss-launch-target", "ss-off")
         self.kind.observe(self._follow_kind, "value")
         self._queue_search = LatestRequest[int, list[Queue]](lambda _: find_queues(), "shardscope-queues")
         self._first_search = Debounced(self._search, SEARCH_SECONDS)
@@ -91,7 +90,7 @@ class LaunchPlace(widgets.VBox):
             self._is_filling = True
             self.kind.options = options  # Selects the first one.
             self._is_filling = False
-        (self._kind_line.remove_class if kinds else self._kind_line.add_class)("ss-off")
+        controls.show_if(self._kind_line, kinds)
         self._on_change()
 
     def _follow_kind(self, change: object) -> None:

@@ -134,7 +134,7 @@ class FinetuneSettings(Picker):
         by_field = {choice.field: choice for choice in choices}
         has_adapters = "lora_rank" in by_field
         if (title := self._titles.get(ADAPTERS)) is not None:
-            (title.remove_class if has_adapters else title.add_class)("ss-off")
+            controls.show_if(title, has_adapters)
         for name, box in self._boxes.items():
             choice = by_field.get(name)
             # A full fine-tune has no rank, and a text its number of steps instead of epochs.
@@ -147,10 +147,7 @@ class FinetuneSettings(Picker):
             shown = "" if choice is None else _format_setting(choice.value)
             if isinstance(box, widgets.Dropdown):
                 options = _list_options(name, shown)
-                if list(box.options) != options:
-                    # Setting the options selects the first one.
-                    chosen, box.options = box.value, options
-                    box.value = chosen
+                controls.replace_options(box, options)
             else:
                 box.placeholder = shown or DEFAULTS.get(name, "")
         self._summarize()

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 Question = TypeVar("Question")
@@ -24,6 +25,27 @@ class _Request(Generic[Question, Answer]):
 
     def deliver(self, result: Answer | Exception) -> None:
         call_in_loop(self.loop, lambda: self.on_result(result))
+
+
+def try_call(call: Callable[[], Answer]) -> Answer | Exception:
+    """Return the result of ``call``, or its exception: one raised in a thread or handler is not shown."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def call_in_thread(
+    call: Callable[[], Answer], on_result: Callable[[Answer | Exception], None], name: str
+) -> None:
+    """Make a slow call in a thread called ``name``; ``on_result`` gets its result in the calling loop."""
+    loop = find_running_loop()
+
+    def run() -> None:
+        result = try_call(call)
+        call_in_loop(loop, lambda: on_result(result))
+
+    threading.Thread(target=run, daemon=True, name=name).start()
 
 
 class LatestRequest(Generic[Question, Answer]):
@@ -58,11 +80,7 @@ class LatestRequest(Generic[Question, Answer]):
                     self.is_busy = False
                     return
                 question = self._requests[-1].question
-            result: Answer | Exception
-            try:
-                result = self._compute(question)
-            except Exception as error:  # An exception raised in a thread would not be shown.
-                result = error
+            result = try_call(partial(self._compute, question))
             with self._lock:
                 self._known = (question, result)
                 finished = [entry for entry in self._requests if entry.question == question]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from typing import TypeVar
 
@@ -56,9 +57,15 @@ class WorkPanel(widgets.HBox):
     """A button that runs one piece of work at a time in a thread, so that the kernel stays responsive."""
 
     def __init__(
-        self, label: str, tooltip: str, on_press: Callable[[], None], words: Clickable | None = None
+        self,
+        label: str,
+        tooltip: str,
+        on_press: Callable[[], None] | None = None,
+        words: Clickable | None = None,
     ) -> None:
+        """Create the panel. ``on_press`` starts the work; without it the button repeats the latest work."""
         self._cancel = threading.Event()
+        self._repeat: Callable[[], None] | None = None
         self.is_busy = False
         """Whether work is running."""
         # Reentrant: an observer of the enabled button may start the next work immediately.
@@ -66,7 +73,7 @@ class WorkPanel(widgets.HBox):
         self.button = controls.create_button(
             label, "ss-ghost", "ss-small", tooltip=tooltip, layout=widgets.Layout()
         )
-        self.button.on_click(lambda _: on_press())
+        self.button.on_click(lambda _: (on_press or self._repeat_latest)())
         # Layouts of their own, not shared ones: progress and Cancel are shown only during the work.
         self.progress = widgets.FloatProgress(
             min=0, max=1, layout=widgets.Layout(width="120px", display="none"), tooltip=label
@@ -75,8 +82,7 @@ class WorkPanel(widgets.HBox):
         self.cancel.on_click(lambda _: self._cancel.set())
         self.words = words or controls.create_html()
         """The status text, which the view places itself because it can be long."""
-        for name in ("ss-hint", "ss-words"):
-            self.words.add_class(name)
+        controls.add_classes(self.words, "ss-hint", "ss-words")
         super().__init__([self.button, self.progress, self.cancel])
         self.add_class("ss-work")
 
@@ -101,6 +107,7 @@ class WorkPanel(widgets.HBox):
         with self._changing:
             if self.is_busy:
                 return
+            self._repeat = partial(self.start, work, on_done, describe_result, expected_seconds)
             self._cancel.clear()
             self._show_busy(True)
         # A thread, not a task of the event loop: the work computes, and every click waits for that loop.
@@ -110,6 +117,10 @@ class WorkPanel(widgets.HBox):
             daemon=True,
             name="shardscope-work",
         ).start()
+
+    def _repeat_latest(self) -> None:
+        if self._repeat is not None:
+            self._repeat()
 
     def _run_work(
         self,

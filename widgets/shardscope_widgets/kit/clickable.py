@@ -24,6 +24,10 @@ class IgnoredError(ValueError):
         )
 
 
+def _ignore_press(act: str) -> None:
+    raise IgnoredError(act)
+
+
 def _ignore_answer(act: str, typed: str) -> None:
     raise IgnoredError(act)
 
@@ -51,15 +55,14 @@ class Clickable(anywidget.AnyWidget):
 
     def __init__(
         self,
-        on_act: Callable[[str], None],
+        on_act: Callable[[str], None] = _ignore_press,
         *classes: str,
         on_answer: Callable[[str, str], None] = _ignore_answer,
     ) -> None:
         super().__init__(layout=controls.share_layout())
         self._on_act, self._on_answer = on_act, on_answer
         self.add_class("ss-clickable")
-        for name in classes:
-            self.add_class(name)
+        controls.add_classes(self, *classes)
         self.on_msg(self._handle_message)
 
     def press_button(self, act: str) -> None:

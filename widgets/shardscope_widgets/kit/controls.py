@@ -55,14 +55,29 @@ def share_filling_layout() -> widgets.Layout:
     return share_layout(flex="1 1 0", width="auto", min_width="0")
 
 
+def add_classes(widget: widgets.DOMWidget, *names: str) -> None:
+    """Add the classes ``names`` to ``widget``."""
+    for name in names:
+        widget.add_class(name)
+
+
+def set_class(widget: widgets.DOMWidget, name: str, is_set: object) -> None:
+    """Add the class ``name`` to ``widget`` if ``is_set`` is true, else remove it."""
+    (widget.add_class if is_set else widget.remove_class)(name)
+
+
+def show_if(widget: widgets.DOMWidget, is_shown: object) -> None:
+    """Show ``widget`` if ``is_shown`` is true, else hide it; its layout may be shared."""
+    set_class(widget, "ss-off", not is_shown)
+
+
 def create_html(value: str = "", *classes: str, **traits: object) -> widgets.HTML:
     """Return an HTML widget, on a shared layout unless one is given."""
     widget = widgets.HTML(
         value,
         **{"layout": share_layout(), "style": _reuse(widgets.widgets.widget_string.HTMLStyle), **traits},
     )
-    for name in classes:
-        widget.add_class(name)
+    add_classes(widget, *classes)
     return widget
 
 
@@ -101,6 +116,14 @@ def create_text_area(tooltip: str, **traits: object) -> widgets.Textarea:
     )
 
 
+def replace_options(control: widgets.Dropdown | widgets.ToggleButtons, options: Sequence[object]) -> None:
+    """Offer other options, and keep the value, which is one of them."""
+    # Setting options selects the first one (ipywidgets 8.1, _Selection._propagate_options).
+    if list(control.options) != list(options):
+        value, control.options = control.value, options
+        control.value = value
+
+
 def create_segments(options: Sequence[tuple[str, object]], name: str) -> widgets.ToggleButtons:
     """Return a segmented control: a few choices in a row, one of them selected."""
     buttons = widgets.ToggleButtons(
@@ -121,6 +144,5 @@ def create_button(description: str, *classes: str, **traits: object) -> widgets.
         description=description,
         **{"layout": share_layout(), "style": _reuse(widgets.ButtonStyle), **traits},
     )
-    for name in classes:
-        button.add_class(name)
+    add_classes(button, *classes)
     return button

@@ -8,6 +8,7 @@ from html import escape
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 
 DISMISS = "dismiss"
+WRONG_INPUT = "Correct the input marked in red first."
 
 
 class Notice(Clickable):

@@ -113,9 +113,7 @@ class Pins:
         self._on_pin = on_pin or self.toggle
         self._plans: tuple[ss.Plan, ...] = ()
         self._plan: ss.Plan | None = None
-        self.button = controls.create_button(
-            PIN, "ss-ghost", "ss-small", "ss-pin", layout=controls.share_layout()
-        )
+        self.button = controls.create_button(PIN, "ss-ghost", "ss-small", layout=controls.share_layout())
         self.button.on_click(lambda _: None if self._plan is None else self._on_pin(self._plan))
 
     @property

@@ -68,9 +68,7 @@ class RepairsPanel(widgets.VBox):
         self._requested: tuple[ss.Plan, MemoryReport] | None = None
         self._shown_plan: ss.Plan | None = None
         self._pause = Debounced(self._show_requested, PAUSE_SECONDS)
-        self.make_it_fit = controls.create_button(
-            "Make it fit", "ss-button", "ss-make-it-fit", layout=widgets.Layout()
-        )
+        self.make_it_fit = controls.create_button("Make it fit", "ss-button", layout=widgets.Layout())
         self.make_it_fit.on_click(lambda _: self._apply_fit())
         self.fit_words = controls.create_html()
         self._first_row = widgets.Box([self.make_it_fit, self.fit_words], layout=widgets.Layout())

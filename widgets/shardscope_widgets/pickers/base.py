@@ -14,6 +14,7 @@ import traitlets
 
 from shardscope.core.cluster import MAX_BYTES
 from shardscope.core.errors import FieldError, refuse
+from shardscope.records.json_values import is_int
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 
@@ -39,7 +40,7 @@ class Row(widgets.HBox):
     def show(self, is_shown: bool) -> None:
         """Show the row, or hide it."""
         self.is_shown = is_shown
-        (self.remove_class if is_shown else self.add_class)("ss-off")
+        controls.show_if(self, is_shown)
 
     def show_error(
         self, message: str, *, short: str = "", fix: str = "", on_fix: Callable[[], None] | None = None
@@ -214,7 +215,7 @@ def _label_fix(changes: Mapping[str, object]) -> str:
 
 
 def format_fix_value(value: object) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_int(value):
         return f"{value:,}"
     return str(getattr(value, "description", value))
 

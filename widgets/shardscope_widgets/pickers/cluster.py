@@ -58,7 +58,7 @@ class ClusterPicker(Picker):
             "", "NVMe read bandwidth of each node in GB/s; empty: unknown", "48px"
         )
         self.hint = controls.create_html("", "ss-hint")
-        self.host_hint = controls.create_html(UNKNOWN_HOST_MEMORY, "ss-hint", "ss-warning")
+        self.host_hint = controls.create_html(UNKNOWN_HOST_MEMORY, "ss-hint")
         self.more = controls.create_button("More options", "ss-link", icon="chevron-right")
         self.more.on_click(self._show_more)
         self._is_open = False
@@ -122,8 +122,8 @@ class ClusterPicker(Picker):
         self.more.icon = "chevron-down" if self._is_open else "chevron-right"
         for row, wanted in ((self._host_row, is_unknown), (self._nvme_row, False)):
             is_shown = self._is_open or wanted or bool(row.message)
-            (row.remove_class if is_shown else row.add_class)("ss-off")
-        (self.host_hint.remove_class if is_unknown else self.host_hint.add_class)("ss-off")
+            controls.show_if(row, is_shown)
+        controls.show_if(self.host_hint, is_unknown)
 
     def _show_error_at_input(self, error: Exception) -> None:
         super()._show_error_at_input(error)
@@ -198,7 +198,7 @@ class ClusterPicker(Picker):
         queue = self._queues.get(self.place)
         self._kind_row.show(queue is not None and len(queue.gpu_candidates) > 1)
         self.idle.value = "" if queue is None else escape(f"{queue.label} has {queue.description}")
-        (self.idle.add_class if queue is None else self.idle.remove_class)("ss-off")
+        controls.show_if(self.idle, queue is not None)
 
     def _leave_place(self) -> None:
         """Let the GPUs be anywhere: their type is no longer that of the chosen place."""

@@ -129,12 +129,7 @@ class RecipePicker(Picker):
                 ("precision", self.precision),
                 ("recompute", self.recompute),
             ):
-                value = control.value
-                offered = list_options(field, layout, value)
-                # Assigning options resets the selection.
-                if list(control.options) != offered:
-                    control.options = offered
-                    control.value = value
+                controls.replace_options(control, list_options(field, layout, control.value))
             self.advanced.offer_choices(layout)
         finally:
             self._is_setting = False
@@ -164,7 +159,7 @@ class RecipePicker(Picker):
         changed = [name for name in names if getattr(recipe, name) != getattr(default, name)]
         parts = ", ".join(f"{name.replace('_', ' ')} {_format(getattr(recipe, name))}" for name in changed)
         self.also.value = f"Also set: {escape(parts)}" if parts else ""
-        (self.also.remove_class if parts else self.also.add_class)("ss-off")
+        controls.show_if(self.also, parts)
         self.reset.layout.display = "" if parts else "none"
 
     def build_value(self, changes: Mapping[str, object] = NO_CHANGES) -> ss.Recipe:

@@ -133,13 +133,7 @@ class Advanced:
     def offer_choices(self, layout: ss.Layout) -> None:
         """Offer the choices that ``layout`` can run, and the current one."""
         for field, dropdown in self.dropdowns.items():
-            value = dropdown.value
-            offered = list_options(field, layout, value)
-            # Setting options selects the first one (ipywidgets 8.1, _Selection._propagate_options): only if
-            # they differ, and the value is set again.
-            if list(dropdown.options) != offered:
-                dropdown.options = offered
-                dropdown.value = value
+            controls.replace_options(dropdown, list_options(field, layout, dropdown.value))
 
     def read_fields(self, with_adapters: bool, recomputes: bool) -> dict[str, object]:
         """Return the recipe fields given by these inputs."""

@@ -111,7 +111,7 @@ class RunOptions(Picker):
         super().read(change)
         self._row.show(not self.set_by)
         is_traced = self.set_by != BY_CODE
-        (self.profile.remove_class if is_traced else self.profile.add_class)("ss-off")
+        controls.show_if(self.profile, is_traced)
         parts = [
             self.set_by or f"{self.steps.value} steps",
             "with trace" if self.profile.value and is_traced else "",
@@ -123,8 +123,8 @@ class RunOptions(Picker):
         """Set whether a scheduler runs it."""
         if is_job != self._is_job:
             self._is_job = is_job
-            (self.job_note.remove_class if is_job else self.job_note.add_class)("ss-off")
-            (self.outlive.add_class if is_job else self.outlive.remove_class)("ss-off")
+            controls.show_if(self.job_note, is_job)
+            controls.show_if(self.outlive, not is_job)
             self.read()
 
     def read_fields(self) -> dict[str, object]:

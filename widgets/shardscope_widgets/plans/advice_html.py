@@ -68,7 +68,7 @@ def _render_turn(turn: Turn) -> str:
     return (
         # Screen readers do not see which turns are dimmed.
         f"<li class='{kind}'><span class='ss-off-screen'>{state}: </span>"
-        f"<div class='ss-question'>{escape_with_units(turn.question)} "
+        f"<div>{escape_with_units(turn.question)} "
         f"<b>{escape_with_units(turn.answer)}</b></div>{number}"
         f"<div class='ss-hint'>{escape_with_units(turn.why)}</div></li>"
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 
 import traitlets
 
 import shardscope as ss
 from shardscope.planner.abilities import compute_abilities
 from shardscope.planner.advice.advice import Advice
+from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
@@ -44,15 +45,13 @@ class AdviceView(View):
         self.answer: Answer | None = None
         self._on_screen: ss.Plan | None = None
         self._on_apply = on_apply
-        self._ask_again: Callable[[], None] | None = None
-        self.work = work or WorkPanel("Update advice", "Compute the recommendation again", self._press_again)
+        self.work = work or WorkPanel("Update advice", "Compute the recommendation again")
         own_panel = [] if work else [self.work, self.work.words]
         if own_panel:
             self.work.show_button(False)  # Hidden until advice is requested.
         self.words = Clickable(self._handle_action)
         super().__init__([Sheet("plans"), *own_panel, self.words])
-        for name in ("ss-root", "ss-view", "ss-advice"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-view", "ss-advice")
         if advice is not None:
             self.show(advice)
 
@@ -84,9 +83,6 @@ class AdviceView(View):
             if on_found is not None:
                 on_found()
 
-        self._ask_again = partial(
-            self.ask, arch, cluster, recipe, familiar_with, current=current, on_found=on_found
-        )
         self.work.show_button(True)
         self.work.start(recommend, show_advice, lambda _, seconds: "")
 
@@ -105,7 +101,7 @@ class AdviceView(View):
     def freeze(self, frozen: bool) -> None:
         """Disable the buttons while the advice does not match the current plan."""
         self.words.frozen = frozen
-        (self.add_class if frozen else self.remove_class)("ss-old")
+        controls.set_class(self, "ss-old", frozen)
 
     def _draw_advice(self) -> None:
         advice = self.advice
@@ -117,10 +113,6 @@ class AdviceView(View):
             + render_path(advice, self.answer)
             + _render_support()
         )
-
-    def _press_again(self) -> None:
-        if self._ask_again is not None:
-            self._ask_again()
 
     def _handle_action(self, act: str) -> None:
         plan = self._plan_of(act)

@@ -156,8 +156,7 @@ class PlansPage(View):
             # A layout of its own: it is hidden together with its mode.
             panel.words.layout = widgets.Layout()
             panel.button.observe(self._handle_busy_change, "disabled")
-        for name in ("ss-root", "ss-plans"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-plans")
 
     def set_plan(self, plan: ss.Plan) -> None:
         """Set the current plan, and mark results for other inputs as outdated."""

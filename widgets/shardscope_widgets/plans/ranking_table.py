@@ -12,6 +12,7 @@ import shardscope as ss
 from shardscope.core.number_format import Scale, format_gib
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.search.nearest_misses import describe_other_recipe
+from shardscope.records.json_values import is_int
 from shardscope_widgets.kit.display_names import name_rate_unit
 from shardscope_widgets.kit.numbers import format_dollars, format_short, keep_units
 from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
@@ -123,7 +124,7 @@ def describe_layout(layout: ss.Layout) -> str:
     numbers, switches = [], []
     for name, values in layout.choices.items():
         value = getattr(layout, name)
-        is_number = isinstance(value, int) and not isinstance(value, bool)
+        is_number = is_int(value)
         # A number whose "none" is a value as well, such as ZeRO's stage, is always shown.
         is_shown = is_number and values is not None and None not in values
         if value is None or (value == getattr(plain, name) and not is_shown) or name.startswith("offload"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import ipywidgets as widgets
@@ -59,9 +58,8 @@ class RankingView(View):
         """None: ranking order."""
         self._ascending, self._first = True, 0
         self._order: Indices | None = None
-        self._ask_again: Callable[[], None] | None = None
         self.figure: Chart | None = None
-        self.work = work or WorkPanel("Search again", "Repeat the same search", self._press_again)
+        self.work = work or WorkPanel("Search again", "Repeat the same search")
         own_panel = [] if work else [self.work, self.work.words]
         if own_panel:
             self.work.show_button(False)  # Hidden until a search is requested.
@@ -76,8 +74,7 @@ class RankingView(View):
         self._bar.add_class("ss-toolbar")
         self.table = Clickable(self._handle_action)
         super().__init__([Sheet("plans"), *own_panel, self.key, self._place, self._bar, self.table])
-        for name in ("ss-root", "ss-view", "ss-ranking"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-view", "ss-ranking")
         if ranking is not None:
             self.show(ranking)
 
@@ -104,7 +101,6 @@ class RankingView(View):
             if on_found is not None:
                 on_found()
 
-        self._ask_again = partial(self.search, arch, cluster, recipe, frameworks, on_found=on_found)
         self.work.show_button(True)
         self.work.start(run_search, show_ranking, lambda _, seconds: "")
 
@@ -129,7 +125,7 @@ class RankingView(View):
     def freeze(self, frozen: bool) -> None:
         """Disable everything while the ranking does not match the current plan."""
         self.table.frozen = self.room.disabled = frozen
-        (self.add_class if frozen else self.remove_class)("ss-old")
+        controls.set_class(self, "ss-old", frozen)
 
     def mark(self, plan: ss.Plan | None) -> None:
         """Mark the row and the chart position of the current plan. None removes the marks."""
@@ -180,10 +176,6 @@ class RankingView(View):
         rows = sort_rows(ranking, self._column, self._ascending)
         roomy = rows[ranking.headroom_bytes[rows] >= least]
         return roomy if len(roomy) else rows
-
-    def _press_again(self) -> None:
-        if self._ask_again is not None:
-            self._ask_again()
 
     def _handle_action(self, act: str) -> None:
         kind, _, what = act.partition(":")

@@ -21,9 +21,9 @@ from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import Unit, format_short
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.kit.view import View
+from shardscope_widgets.run.figure import build_predicted_line, name_axis
 from shardscope_widgets.run.lines import Line
-from shardscope_widgets.run.run_html import format_seconds as format_duration
-from shardscope_widgets.run.run_html import render_swatch
+from shardscope_widgets.run.run_html import format_duration, render_swatch
 from shardscope_widgets.run.runs_table import describe_plan, format_loss, format_time, make_printable
 
 NONE = "–"
@@ -60,12 +60,10 @@ class ComparisonView(View):
         layout: dict[str, object] = {"annotations": annotations, "shapes": shapes}
         for number, (label, curves) in enumerate(charts):
             is_log = _needs_log(curves)
-            # plotly numbers its axes from the second on: yaxis, yaxis2.
-            axis = f"yaxis{number + 1 if number else ''}"
-            layout[axis] = {
+            layout[name_axis("yaxis", number)] = {
                 **_AXIS,
                 "domain": DOMAINS[number],
-                "anchor": _name_axis("x", number),
+                "anchor": name_axis("x", number),
                 "type": "log" if is_log else "linear",
                 # A logarithmic axis has no zero, and on one from zero two losses would look equal.
                 "rangemode": "normal" if is_log or number == 0 else "tozero",
@@ -78,7 +76,8 @@ class ComparisonView(View):
             for index, curve in enumerate(curves):
                 traces.append(_build_trace(curve, index, number))
                 if curve.predicted:
-                    shapes.append(_build_predicted_line(curve.predicted, index, number))
+                    style = {"width": 1.5, "dash": "dot", "color": RANK_COLOURS[index]}
+                    shapes.append(build_predicted_line(number, curve.predicted, style))
         self.chart.redraw(traces, layout)
 
 
@@ -196,8 +195,8 @@ def _create_chart() -> Chart:
     empty = [
         {
             "type": "scatter",
-            "xaxis": _name_axis("x", number),
-            "yaxis": _name_axis("y", number),
+            "xaxis": name_axis("x", number),
+            "yaxis": name_axis("y", number),
             "x": [],
             "y": [],
         }
@@ -211,10 +210,6 @@ def _create_chart() -> Chart:
 
 
 _AXIS: dict[str, object] = {"zeroline": False, "nticks": 5, "gridcolor": "rgba(128,128,128,.2)"}
-
-
-def _name_axis(letter: str, number: int) -> str:
-    return f"{letter}{number + 1}" if number else letter
 
 
 def _can_be_drawn(value: float) -> bool:
@@ -264,20 +259,6 @@ def _build_predicted_label(values: str, number: int) -> dict[str, object]:
         "x": 1,
         "xanchor": "right",
         "font": {"size": 10},
-    }
-
-
-def _build_predicted_line(height: float, index: int, number: int) -> dict[str, object]:
-    """Return the prediction as a dotted horizontal line; its number is part of the chart's title."""
-    return {
-        "type": "line",
-        "xref": f"{_name_axis('x', number)} domain",
-        "yref": _name_axis("y", number),
-        "x0": 0,
-        "x1": 1,
-        "y0": height,
-        "y1": height,
-        "line": {"width": 1.5, "dash": "dot", "color": RANK_COLOURS[index]},
     }
 
 

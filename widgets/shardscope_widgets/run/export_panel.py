@@ -13,7 +13,8 @@ import shardscope as ss
 from shardscope.export.files import list_files
 from shardscope.frameworks.formats.exported import Exported
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
-from shardscope_widgets.kit.clickable import Clickable, IgnoredError
+from shardscope_widgets.kit.clickable import Clickable
+from shardscope_widgets.kit.notice import WRONG_INPUT
 
 FOLDER = "exports"
 """Parent folder of all exports, next to the notebook like ``runs``."""
@@ -30,7 +31,8 @@ class ExportPanel(WorkPanel):
         self._plan: ss.Plan | None = None
         self.is_blocked = False
         """Whether an input is invalid: the files would be those of an earlier plan."""
-        super().__init__("Export configs and scripts", TOOLTIP, self._start_export, Clickable(_ignore_press))
+        # The page copies the commands itself: no press reaches the kernel.
+        super().__init__("Export configs and scripts", TOOLTIP, self._start_export, Clickable())
 
     def set_plan(self, plan: ss.Plan) -> None:
         """Set the plan to export; remove the file list of an earlier plan."""
@@ -41,7 +43,7 @@ class ExportPanel(WorkPanel):
     def _start_export(self) -> None:
         plan = self._plan
         if plan is None or self.is_blocked:
-            self.show_message("Correct the input marked in red first.")
+            self.show_message(WRONG_INPUT)
             return
         folder = Path(FOLDER) / name_folder(plan)
 
@@ -54,10 +56,6 @@ class ExportPanel(WorkPanel):
             self.words.value = render_file_list(files, folder)
 
         self.start(export, show_files, lambda *_: None)
-
-
-def _ignore_press(act: str) -> None:
-    raise IgnoredError(act)  # The page copies the command itself.
 
 
 def name_folder(plan: ss.Plan) -> str:

@@ -33,6 +33,7 @@ ALL_RANKS = "all ranks"
 """Label of a line that stands for every rank, as their values are equal."""
 WIDTH_FOR_TWO_LABELS = 280
 """Pixels of a chart whose title leaves room for both labels beside it; else the prediction alone is there."""
+PREDICTED_STYLE = {"width": 1, "dash": "longdash", "color": "#66707a"}
 FIRST_STEPS = 40.0
 FIRST_MINUTES = 1 / 6
 MIN_POINTS = 3
@@ -323,7 +324,7 @@ class RunFigure:
             notes.append(_build_title(f"{panel.title}, {unit}" if unit else panel.title, place))
             label = ""
             if (level := self._find_level(panel)) is not None:
-                levels.append(_build_predicted_line(slot, level))
+                levels.append(build_predicted_line(slot, level, PREDICTED_STYLE))
                 label = f"predicted {format_short(level)}"
             # The width is 0 until the browser has told it.
             has_room = not self._width or self._width * (place.x[1] - place.x[0]) >= WIDTH_FOR_TWO_LABELS
@@ -388,18 +389,21 @@ def _find_last_step(total_steps: int | None) -> float:
 
 
 def _find_axes(layout: go.Layout, slot: int) -> tuple[go.layout.XAxis, go.layout.YAxis]:
-    number = str(slot + 1) if slot else ""
-    return layout[f"xaxis{number}"], layout[f"yaxis{number}"]
+    return layout[name_axis("xaxis", slot)], layout[name_axis("yaxis", slot)]
+
+
+def name_axis(letter: str, number: int) -> str:
+    """Return plotly's name of an axis in the chart with this number from 0: ``x``, ``x2``, ``x3``."""
+    return f"{letter}{number + 1}" if number else letter
 
 
 def _build_trace(slot: int, rank: int) -> dict[str, object]:
-    number = str(slot + 1) if slot else ""
     return {
         "type": "scatter",
         "x": [],
         "y": [],
-        "xaxis": f"x{number}",
-        "yaxis": f"y{number}",
+        "xaxis": name_axis("x", slot),
+        "yaxis": name_axis("y", slot),
         "mode": "lines",
         "name": f"rank {rank}",
         "marker": {"size": 4, "color": RANK_COLOURS[rank]},
@@ -420,9 +424,8 @@ def _create_figure() -> Chart:
     # All axes exist from the start, hidden: a chart appears by showing its axes, not by a new figure.
     axes: dict[str, object] = {}
     for slot in range(SLOTS):
-        number = str(slot + 1) if slot else ""
-        axes[f"xaxis{number}"] = {
-            "anchor": f"y{number}",
+        axes[name_axis("xaxis", slot)] = {
+            "anchor": name_axis("y", slot),
             "visible": False,
             "zeroline": False,
             "showgrid": False,
@@ -432,8 +435,8 @@ def _create_figure() -> Chart:
             "ticklabelstandoff": 5,
             "title": {"text": "step", "standoff": 4, "font": {"size": 11}},
         }
-        axes[f"yaxis{number}"] = {
-            "anchor": f"x{number}",
+        axes[name_axis("yaxis", slot)] = {
+            "anchor": name_axis("x", slot),
             "visible": False,
             "zeroline": False,
             "nticks": 5,
@@ -470,17 +473,17 @@ def _build_title(text: str, place: Position) -> dict[str, object]:
     }
 
 
-def _build_predicted_line(slot: int, height: float) -> dict[str, object]:
-    number = str(slot + 1) if slot else ""
+def build_predicted_line(slot: int, height: float, style: Mapping[str, object]) -> dict[str, object]:
+    """Return a prediction as a horizontal line across a chart; its number is at the chart's title."""
     return {
         "type": "line",
-        "xref": f"x{number} domain",
-        "yref": f"y{number}",
+        "xref": f"{name_axis('x', slot)} domain",
+        "yref": name_axis("y", slot),
         "x0": 0,
         "x1": 1,
         "y0": height,
         "y1": height,
-        "line": {"width": 1, "dash": "longdash", "color": "#66707a"},
+        "line": style,
     }
 
 

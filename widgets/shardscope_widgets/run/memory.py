@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import shardscope as ss
 from shardscope.records.folder import RunFolder
+from shardscope.records.json_values import is_int
 from shardscope.records.regular_files import check_regular
 from shardscope.runs.explain.measured import build_measured_memory
 from shardscope.runs.explain.memory_by_rank import predict_rank_memory, read_rank_memory
@@ -41,7 +42,7 @@ class RunMemory:
         logged: list[LoggedPeak] = [
             {"rank": rank, "peak_memory_bytes": peak, "memory_bytes": None, "step": None, "time": None}
             for rank, peak in sorted(peaks.items())
-            if isinstance(peak, int) and not isinstance(peak, bool)
+            if is_int(peak)
         ]
         known = [rank for rank, record in records.items() if "memory" in record]
         by_rank = read_rank_memory({rank: records[rank] for rank in known}, logged)

@@ -14,7 +14,7 @@ from shardscope.runs.trained.model_card import find_base_name
 from shardscope.runs.trained.model_files import ADAPTER_CONFIG
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
-from shardscope_widgets.kit.clickable import Clickable, IgnoredError
+from shardscope_widgets.kit.clickable import Clickable
 
 LABEL = "Command that makes a GGUF of it, in a checkout of llama.cpp (not tested)"
 TOOLTIP = "Write base and adapters as one model, which transformers opens, into the run folder"
@@ -28,7 +28,8 @@ class ModelPanel(widgets.HBox):
 
     def __init__(self, run: ss.Run) -> None:
         self.run = run
-        self.work = WorkPanel("Merge adapters", TOOLTIP, self._start_merge, Clickable(_ignore_press))
+        # The page copies the texts itself: no press reaches the kernel.
+        self.work = WorkPanel("Merge adapters", TOOLTIP, self._start_merge, Clickable())
         super().__init__([self.work, self.work.words], layout=controls.share_layout())
         self.add_class("ss-model")
         merged = run.folder / MERGED
@@ -77,7 +78,3 @@ def render_result(run: ss.Run, merged: Path) -> str:
 
 def _render_copy(text: str, name: str) -> str:
     return f"<button type='button' class='ss-act' data-copy='{text}' aria-label='Copy {name}'>Copy</button>"
-
-
-def _ignore_press(act: str) -> None:
-    raise IgnoredError(act)  # The page copies the text itself.

@@ -56,7 +56,7 @@ class RecordingPanel(widgets.VBox):
         inputs = _create_row(
             controls.create_label("Steps"), self.steps, controls.create_label("Ranks"), self.ranks
         )
-        cost = controls.create_html(f"<span>{escape(describe_cost())}</span>", "ss-hint", "ss-recording-cost")
+        cost = controls.create_html(f"<span>{escape(describe_cost())}</span>", "ss-hint")
         self.fold = Fold(
             TITLE,
             inputs,

@@ -144,7 +144,7 @@ def render_figures(entries: Sequence[tuple[str, str, str]]) -> str:
     return f"<div class='ss-figures ss-facts'>{cells}</div>" if cells else ""
 
 
-def format_seconds(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return ``45 s``, ``12 minutes``, ``3.4 hours`` or ``2.1 days``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -283,7 +283,7 @@ def render_latest_table(
 def _describe_clock(node: RunNode) -> str:
     seconds = node.clock_seconds
     direction = "ahead of" if seconds > 0 else "behind"
-    return f", clock {format_seconds(abs(seconds))} {direction} node 0's" if seconds else ""
+    return f", clock {format_duration(abs(seconds))} {direction} node 0's" if seconds else ""
 
 
 def _render_node(name: str | None) -> str:

@@ -11,7 +11,7 @@ from math import isfinite
 from shardscope.core.number_format import format_count
 from shardscope.runs.summaries import RunSummary
 from shardscope_widgets.kit.display_names import describe_devices, name_model
-from shardscope_widgets.run.run_html import format_seconds, render_status_sign
+from shardscope_widgets.run.run_html import format_duration, render_status_sign
 
 EMPTY = (
     "No runs yet. Runs launched from the notebooks of this folder are stored in <code>runs/</code> and "
@@ -27,9 +27,7 @@ HEAD = (
 def render_runs_table(
     rows: Mapping[str, RunSummary],
     selected: Collection[str],
-    *,
-    opens_traces: Callable[[RunSummary], bool] = lambda summary: summary.has_trace,
-    why_not_resume: Callable[[RunSummary], str | None] = lambda summary: summary.why_not_resumable,
+    why_not_resume: Callable[[RunSummary], str | None],
 ) -> str:
     """Return the table of ``rows``, keyed by what their buttons send, with the ``selected`` ones checked.
 
@@ -42,7 +40,6 @@ def render_runs_table(
             key,
             summary,
             is_selected=key in selected,
-            has_trace=opens_traces(summary),
             why_not_resume=why_not_resume(summary),
         )
         if summary.run is not None
@@ -101,15 +98,13 @@ def make_printable(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def _render_row(
-    key: str, summary: RunSummary, *, is_selected: bool, has_trace: bool, why_not_resume: str | None
-) -> str:
+def _render_row(key: str, summary: RunSummary, *, is_selected: bool, why_not_resume: str | None) -> str:
     name = escape(make_printable(summary.name), quote=True)
     plan = escape(describe_plan(summary), quote=True)
     before = summary.resumed_from
     history = f" · continues {escape(make_printable(before), quote=True)}" if before else ""
     ticked = "true" if is_selected else "false"
-    buttons = _render_buttons(key, name, summary, has_trace, why_not_resume)
+    buttons = _render_buttons(key, name, summary, why_not_resume)
     seconds = summary.seconds
     cells = (
         f"<td>{render_status_sign(summary.status, summary.reason)}</td>",
@@ -117,7 +112,7 @@ def _render_row(
             "loss", format_loss(summary.loss), format_steps(summary.num_steps_done, summary.num_steps)
         ),
         _render_cell(
-            "started", format_time(summary.created), "" if seconds is None else format_seconds(seconds)
+            "started", format_time(summary.created), "" if seconds is None else format_duration(seconds)
         ),
     )
     return (
@@ -139,7 +134,7 @@ def _render_cell(name: str, text: str, below: str) -> str:
     return f"<td data-label='{name}'>{escape(text)}<div class='ss-hint'>{escape(below)}</div></td>"
 
 
-def _render_buttons(key: str, name: str, summary: RunSummary, has_trace: bool, reason: str | None) -> str:
+def _render_buttons(key: str, name: str, summary: RunSummary, reason: str | None) -> str:
     if summary.is_live:
         if summary.status == "queued":
             return _render_button(f"stop:{key}", "Cancel", f"Cancel {name}", "Take this job out of the queue")
@@ -153,7 +148,7 @@ def _render_buttons(key: str, name: str, summary: RunSummary, has_trace: bool, r
             "Launch a run that continues from the last checkpoint" if reason is None else reason,
             is_off=reason is not None,
         )
-    if has_trace:
+    if summary.has_trace:
         buttons += _render_button(f"trace:{key}", "Open trace", f"Open the trace of {name}", "")
     return buttons
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope.runs.resume import resume_run
 from shardscope.runs.summaries import RunSummaries, RunSummary, find_run_folders
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
+from shardscope_widgets.kit.background_calls import call_in_thread, try_call
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
@@ -99,8 +100,7 @@ class RunsView(View):
             layout=widgets.Layout(display="none"),
         )
         super().__init__([Sheet("run"), self._list, self._page])
-        for name in ("ss-root", "ss-runs-view"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-runs-view")
         self.read_folder()
 
     # ---- public methods
@@ -159,10 +159,14 @@ class RunsView(View):
 
     # ---- drawing
 
+    def _draw_shown(self) -> None:
+        """Update the list, or the row above an opened run."""
+        (self._draw_list if self.is_list_shown else self._draw_bar)()
+
     def _draw_list(self) -> None:
         """Update the list; unchanged parts are not sent."""
         shown = dict(list(self._rows.items())[: self._num_shown])
-        self.table.value = render_runs_table(shown, self._selected, why_not_resume=self._why_not_resume)
+        self.table.value = render_runs_table(shown, self._selected, self._why_not_resume)
         left = len(self._rows) - len(shown)
         self.more.value = (
             f"<button type='button' class='ss-act' data-act='more'>More</button> "
@@ -289,33 +293,24 @@ class RunsView(View):
     def _resume_run(self, key: str, summary: RunSummary, *, force: bool) -> None:
         assert summary.run is not None
         reason = self._why_not_resume(summary)
-        try:
-            if reason is not None:
-                raise ValueError(reason)
-            if summary.run.target:
-                self._submit_again(key, summary.run, force=force)
-                return
-            result: ss.Run | Exception = resume_run(summary.run, force=force)
-        except Exception as error:  # An exception in a handler would not be shown in a notebook.
-            result = error
-        self._show_resumed(key, result)
+        if reason is not None:
+            self._show_resumed(key, ValueError(reason))
+        elif summary.run.target:
+            self._submit_again(key, summary.run, force=force)
+        else:
+            self._show_resumed(key, try_call(partial(resume_run, summary.run, force=force)))
 
     def _submit_again(self, key: str, run: ss.Run, *, force: bool) -> None:
         """Resume a run of a scheduler in a thread: it may take seconds to answer."""
         self._is_submitting = True
         self._set_message(SUBMITTING)
-        self._draw_list() if self.is_list_shown else self._draw_bar()
-        loop = find_running_loop()
+        self._draw_shown()
 
-        def submit() -> None:
-            try:
-                result: ss.Run | Exception = resume_run(run, force=force)
-            except Exception as error:  # An exception raised in a thread would not be shown.
-                result = error
+        def end_submission(result: ss.Run | Exception) -> None:
             self._is_submitting = False
-            call_in_loop(loop, lambda: self._show_resumed(key, result))
+            self._show_resumed(key, result)
 
-        threading.Thread(target=submit, daemon=True, name="shardscope-resume").start()
+        call_in_thread(partial(resume_run, run, force=force), end_submission, "shardscope-resume")
 
     def _show_resumed(self, key: str, result: ss.Run | Exception) -> None:
         if self.comm is None:  # Closed meanwhile; the run goes on.
@@ -333,7 +328,7 @@ class RunsView(View):
             isinstance(result, TooLittleFreeError) or getattr(result, "field", "") == "launch.folder"
         )
         self._set_message(str(result) or type(result).__name__, force=key if is_optional else None)
-        self._draw_list() if self.is_list_shown else self._draw_bar()
+        self._draw_shown()
 
     def _why_not_resume(self, summary: RunSummary) -> str | None:
         """Return why a run cannot be resumed now; None if it can."""
@@ -360,7 +355,7 @@ class RunsView(View):
             view = TraceView(run.trace(), height=TRACE_PIXELS)
         except (ValueError, OSError) as error:
             self._set_message(str(error))
-            self._draw_list() if self.is_list_shown else self._draw_bar()
+            self._draw_shown()
             return
         with self._lock:
             self._close_trace()

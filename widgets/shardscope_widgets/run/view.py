@@ -238,10 +238,10 @@ class RunView(View):
             self.stop_button.disabled = not can_stop or self._stop_requested
             self.save_button.disabled = status not in ("starting", "running")
             self.finish_button.disabled = self.save_button.disabled or self._finish_requested
-            (self.stop_button.remove_class if can_stop else self.stop_button.add_class)("ss-off")
+            controls.show_if(self.stop_button, can_stop)
             # A job that waits has nothing to save.
             for button in (self.save_button, self.finish_button):
-                (button.add_class if has_ended or status == "queued" else button.remove_class)("ss-off")
+                controls.show_if(button, not has_ended and status != "queued")
             self.status = status
             self._name_stop_button(status)
             self._show_status(run, status)
@@ -536,12 +536,12 @@ class RunView(View):
             return [("finishing", "all steps done", why)]
         if left is not None:
             why = "The remaining steps at the mean speed of the last ones, with validation and checkpoints"
-            return [(f"about {run_html.format_seconds(left)}", "remaining", why)]
+            return [(f"about {run_html.format_duration(left)}", "remaining", why)]
         if has_ended:
             seconds = _find_duration(run)
             if seconds is None:
                 return []
-            return [(run_html.format_seconds(seconds), "total time", "From launch to end")]
+            return [(run_html.format_duration(seconds), "total time", "From launch to end")]
         return [(PLACEHOLDER, "remaining", "Known after some steps")] if run.trains_the_plan else []
 
 

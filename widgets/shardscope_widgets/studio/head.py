@@ -113,7 +113,6 @@ class FullWindow(anywidget.AnyWidget):
 
     def __init__(self) -> None:
         super().__init__(layout=controls.share_layout(flex="0 0 auto"))
-        self.add_class("ss-full-window")
 
 
 LABEL = "Make it fit"

@@ -33,7 +33,7 @@ from shardscope_widgets.kit.background_calls import (
     find_running_loop,
 )
 from shardscope_widgets.kit.fold import Fold, Folds
-from shardscope_widgets.kit.notice import Notice
+from shardscope_widgets.kit.notice import WRONG_INPUT, Notice
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
@@ -88,8 +88,7 @@ class Studio(View):
         body = widgets.Box([self.questions, self._main], layout=controls.share_layout())
         body.add_class("ss-body")
         super().__init__([self.sheet, self.head, self.notice, body])
-        for name in ("ss-root", "ss-studio"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-studio")
         self._observe_inputs()
         self._pause = Debounced(self._on_pause, PAUSE_SECONDS)
         self._show_page()
@@ -327,8 +326,8 @@ class Studio(View):
     def _show_staleness(self, change: object = None) -> None:
         """Dim the last valid plan and disable launching while an input is invalid."""
         wrong = self.is_wrong
-        (self.add_class if wrong else self.remove_class)("ss-stale")
-        self.launch.blocked = "Correct the input marked in red first." if wrong else ""
+        controls.set_class(self, "ss-stale", wrong)
+        self.launch.blocked = WRONG_INPUT if wrong else ""
         self.fit.button.disabled = wrong
         self.export_panel.is_blocked = wrong
         for page in ("plans", "checks", "script"):

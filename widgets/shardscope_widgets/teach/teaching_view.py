@@ -8,6 +8,7 @@ from html import escape
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import describe_plan, name_model
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
@@ -21,8 +22,7 @@ class TeachingView(View):
     def __init__(self, *parts: widgets.Widget) -> None:
         self.plan: ss.Plan | None = None
         super().__init__([Sheet("memory", "teach"), *parts])
-        for name in ("ss-root", "ss-view", "ss-teach"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-view", "ss-teach")
 
     def show(self, plan: ss.Plan) -> None:
         """Draw another plan."""

@@ -111,8 +111,7 @@ class StepView(View):
         self.budget_row = Row("Tokens", self.budget, self.budget_words)
         parts = [bar, self.figure, self.caption, self.figures, self.budget_row, self.table]
         super().__init__([Sheet("pickers", "memory", "time"), *parts])
-        for name in ("ss-root", "ss-view", "ss-step"):
-            self.add_class(name)
+        controls.add_classes(self, "ss-root", "ss-view", "ss-step")
         self.pins = tuple(pins)
         if plan is not None:
             self.show(plan)

@@ -20,6 +20,7 @@ from shardscope.trace.analysis.collectives import (
 )
 from shardscope.trace.analysis.critical_path import CriticalPath
 from shardscope.trace.analysis.kernels import KernelRow, find_kernels
+from shardscope.trace.analysis.launches import LaunchRow
 from shardscope.trace.analysis.stragglers import SIGNIFICANCE, format_chance
 from shardscope_widgets.kit.numbers import Unit, format_three_digits
 from shardscope_widgets.trace.analysis_page import (
@@ -117,16 +118,13 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
     on_gpu = has_gpu_work(trace)
     if not kernels:
         return AnalysisPage(sentences=["No kernel and no operator was recorded."])
-    names: dict[tuple[str, str], list[int]] = defaultdict(list)
-    kinds: dict[str, float] = defaultdict(float)
+    names: dict[tuple[str, str], list[KernelRow]] = defaultdict(list)
+    for row in kernels:
+        names[row["name"], row["kind"]].append(row)
     total = sum(row["total_seconds"] for row in kernels)
-    for number, row in enumerate(kernels):
-        names[row["name"], row["kind"]].append(number)
-        kinds[row["kind"]] += row["total_seconds"]
     # Sums over ranks and steps become those of one rank's step.
     num_parts = {rank: len(trace.ranks) * count for rank, count in trace.activity.steps_by_rank.items()}
-    groups = [(key, [kernels[number] for number in numbers]) for key, numbers in names.items()]
-    groups.sort(key=lambda group: -sum(row["total_seconds"] for row in group[1]))
+    groups = sorted(names.items(), key=lambda group: -sum(row["total_seconds"] for row in group[1]))
     scale = Scale.for_seconds(sum(row["total_seconds"] / num_parts[row["rank"]] for row in groups[0][1]))
     shown = [row for _, group in groups[:MAX_ROWS] for row in group]
     means = [
@@ -166,12 +164,7 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
             start, start + longest["longest_seconds"], longest["rank"], longest["track"] or None
         )
         rows.append(Row(cells, interval))
-    shares = ", ".join(
-        f"{_name_kind(kind)} {_format_share(seconds / total)}"
-        for kind, seconds in sorted(kinds.items(), key=lambda item: -item[1])[:6]
-        if total
-    )
-    sentences = [f"By class: {shares}."]
+    sentences = [_describe_kernel_kinds(kernels)]
     if not on_gpu:
         sentences.append(
             f"{NO_GPU}: operators by the time that they compute themselves, without tensor cores and "
@@ -191,6 +184,20 @@ def describe_kernels(trace: Trace) -> AnalysisPage:
         intervals=writer.intervals,
         figures=[] if roofline is None else [roofline[0]],
     )
+
+
+def _describe_kernel_kinds(kernels: Sequence[KernelRow]) -> str:
+    """Return the share of each class of kernels, largest first."""
+    kinds: dict[str, float] = defaultdict(float)
+    for row in kernels:
+        kinds[row["kind"]] += row["total_seconds"]
+    total = sum(row["total_seconds"] for row in kernels)
+    shares = ", ".join(
+        f"{_name_kind(kind)} {_format_share(seconds / total)}"
+        for kind, seconds in sorted(kinds.items(), key=lambda item: -item[1])[:6]
+        if total
+    )
+    return f"By class: {shares}."
 
 
 class _Measure(NamedTuple):
@@ -352,6 +359,8 @@ def describe_idle(trace: Trace) -> AnalysisPage:
     )
     tables = [writer.write(headings, rows)]
     launches = trace.launches()
+    if launches:
+        tables.append(_write_launches(writer, launches))
     sentences = []
     if has_gpu_work(trace):
         sentences.append(
@@ -360,38 +369,34 @@ def describe_idle(trace: Trace) -> AnalysisPage:
         )
     else:
         sentences.append(f"{NO_GPU}: host-bound is the time between operators, in Python and the dispatcher.")
-    if launches:
-        # The medians decide: a longest delay is many times as long.
-        delay_scale = Scale.for_column(row["median_delay_seconds"] for row in launches[:MAX_ROWS])
-        delays = [
-            Row(
-                (
-                    f"{row['track']}, rank {row['rank']}",
-                    f"{row['num_launches']:,}",
-                    delay_scale.format(row["median_delay_seconds"]),
-                    delay_scale.format(row["max_delay_seconds"]),
-                    f"{row['mean_queue_length']:,.1f}",
-                    f"{row['max_queue_length']:,}",
-                ),
-                _create_interval(
-                    row["start_seconds"],
-                    row["start_seconds"] + row["max_delay_seconds"],
-                    row["rank"],
-                    row["track"],
-                ),
-            )
-            for row in launches
-        ]
-        delay_headings = (
-            Heading("stream"),
-            Heading("launches"),
-            Heading(f"median delay, {delay_scale.unit}", "from the launch to the begin of the work"),
-            Heading("longest delay"),
-            Heading("mean queue", "launched work that has not begun"),
-            Heading("longest queue"),
-        )
-        tables.append(writer.write(delay_headings, delays, title="Launches"))
     return AnalysisPage(sentences=sentences, tables=tables, intervals=writer.intervals)
+
+
+def _write_launches(writer: TableWriter, launches: Sequence[LaunchRow]) -> str:
+    """Return the table of launch delays and queues of GPU streams."""
+    # The medians decide: a longest delay is many times as long.
+    scale = Scale.for_column(row["median_delay_seconds"] for row in launches[:MAX_ROWS])
+    delays = []
+    for row in launches:
+        cells = (
+            f"{row['track']}, rank {row['rank']}",
+            f"{row['num_launches']:,}",
+            scale.format(row["median_delay_seconds"]),
+            scale.format(row["max_delay_seconds"]),
+            f"{row['mean_queue_length']:,.1f}",
+            f"{row['max_queue_length']:,}",
+        )
+        end = row["start_seconds"] + row["max_delay_seconds"]
+        delays.append(Row(cells, _create_interval(row["start_seconds"], end, row["rank"], row["track"])))
+    headings = (
+        Heading("stream"),
+        Heading("launches"),
+        Heading(f"median delay, {scale.unit}", "from the launch to the begin of the work"),
+        Heading("longest delay"),
+        Heading("mean queue", "launched work that has not begun"),
+        Heading("longest queue"),
+    )
+    return writer.write(headings, delays, title="Launches")
 
 
 def describe_stragglers(trace: Trace) -> AnalysisPage:

@@ -15,6 +15,7 @@ from test_finetune_view import files, show
 import shardscope as ss
 from shardscope.core.errors import FieldError, OverridableError, Value
 from shardscope_widgets.finetune import finetune_view, launch_place
+from shardscope_widgets.kit import background_calls
 from shardscope_widgets.pickers.schedulers import JobOption, Queue, Scheduler
 
 __all__ = ["files"]
@@ -148,9 +149,6 @@ def test_a_job_submitted_while_the_view_is_closed_is_not_shown(
     files: Path, queues: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_answer, answers = threading.Event(), []
-    monkeypatch.setattr(
-        finetune_view, "call_in_loop", lambda loop, show: answers.append(show)
-    )  # What the kernel's loop would run.
 
     def launch(*args: object, **more: object) -> Any:
         may_answer.wait(10)
@@ -160,6 +158,8 @@ def test_a_job_submitted_while_the_view_is_closed_is_not_shown(
     view = show_with_targets()
     view.place.target.choice.value = "Slurm: cpu"
     wait_for_plan(view, "1xcpu")
+    # What the kernel's loop would run from here on.
+    monkeypatch.setattr(background_calls, "call_in_loop", lambda loop, show: answers.append(show))
     view.button.click()
     view.close()
     may_answer.set()

@@ -32,6 +32,7 @@ from shardscope.machine.user_folders import expand_home
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
+    from shardscope.core.layout import Layout
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
 
@@ -185,13 +186,7 @@ def read(
     if parts.layout is None:
         layout_fields = {**comment_layout, **layout_fields}
     recipe_fields |= _read_recomputation(document, parts.recipe)
-    return build_plan(
-        parts,
-        document,
-        apply_to_recipe(parts.recipe, document, recipe_fields),
-        {**recipe_fields, **layout_fields},
-        lambda: replace_fields(start, _get_values(layout_fields)),
-    )
+    return _build_plan(parts, document, start, recipe_fields, layout_fields)
 
 
 def _check_old_formats(document: Document) -> None:
@@ -393,14 +388,18 @@ def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
         "precision": (("mixed_precision",), _read_precision(document, parts)),
         "global_batch_size": (steps_keys, global_batch_size),
     }
+    return _build_plan(parts, document, layout, recipe_fields, layout_fields)
+
+
+def _build_plan(
+    parts: PlanParts, document: Document, start: Layout, recipe_fields: FileFields, layout_fields: FileFields
+) -> Plan:
+    """Return the plan of these fields of the file; other fields of the layout are those of ``start``."""
+    values = {field: value for field, (_, value) in layout_fields.items()}
     return build_plan(
         parts,
         document,
         apply_to_recipe(parts.recipe, document, recipe_fields),
         {**recipe_fields, **layout_fields},
-        lambda: replace_fields(layout, _get_values(layout_fields)),
+        lambda: replace_fields(start, values),
     )
-
-
-def _get_values(file_fields: FileFields) -> dict[str, object]:
-    return {field: value for field, (_, value) in file_fields.items()}

@@ -208,8 +208,7 @@ def _try_current(evaluator: PlanEvaluator, current: Plan | None) -> EvaluatedPla
         return None
     if not evaluator.trains_the_same(current.recipe):
         return None
-    trial = evaluator.evaluate_plan(current.layout, current.recipe)
-    return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
+    return evaluator.evaluate_fitting_plan(current.layout, current.recipe)
 
 
 def _leads_to(best: EvaluatedPlan, draft: Draft, path: QuestionPath) -> bool:

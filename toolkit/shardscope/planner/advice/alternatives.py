@@ -292,8 +292,7 @@ def _try_bf16_moments(path: QuestionPath) -> EvaluatedPlan | None:
         layout = replace(missed.layout, **options)
     except ValueError:
         return None
-    trial = path.evaluator.evaluate_plan(layout, missed.recipe)
-    return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
+    return path.evaluator.evaluate_fitting_plan(layout, missed.recipe)
 
 
 def _try_more_nodes(evaluator: PlanEvaluator, advised: EvaluatedPlan | None) -> EvaluatedPlan | None:

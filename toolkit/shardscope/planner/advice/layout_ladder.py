@@ -233,7 +233,7 @@ def _try_interleaved(evaluator: PlanEvaluator, best: EvaluatedPlan) -> Evaluated
     # two layers: Llama 3 405B's 126 layers are 16 stages of 8 chunks (arXiv:2407.21783, section 3.3.2).
     for vpp in range(2, (layers + 2) // pp + 1):
         fields = {name: getattr(best.plan.layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
-        run = evaluator.evaluate_plan(Layout.megatron(**fields, vpp=vpp), best.plan.recipe)
-        if isinstance(run, EvaluatedPlan) and run.fits:
+        run = evaluator.evaluate_fitting_plan(Layout.megatron(**fields, vpp=vpp), best.plan.recipe)
+        if run is not None:
             plans.append(run)
     return find_fastest(plans) or best

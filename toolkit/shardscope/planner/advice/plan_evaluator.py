@@ -125,6 +125,11 @@ class PlanEvaluator:
             self.fitting.setdefault((plan.layout, recipe), trial)
         return trial
 
+    def evaluate_fitting_plan(self, layout: Layout, recipe: Recipe) -> EvaluatedPlan | None:
+        """Return the plan of a layout; None if it is invalid or does not fit."""
+        trial = self.evaluate_plan(layout, recipe)
+        return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
+
     def trains_the_same(self, recipe: Recipe) -> bool:
         """Return whether ``recipe`` differs from the requested one only in fields that keep the loss
         curve."""

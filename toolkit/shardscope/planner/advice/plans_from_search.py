@@ -293,5 +293,4 @@ def _find_first_launched(
 
 def _try_row(evaluator: PlanEvaluator, ranking: Ranking, row: np.int64) -> EvaluatedPlan | None:
     plan = ranking.plan(int(row))
-    trial = evaluator.evaluate_plan(plan.layout, plan.recipe)
-    return trial if isinstance(trial, EvaluatedPlan) and trial.fits else None
+    return evaluator.evaluate_fitting_plan(plan.layout, plan.recipe)

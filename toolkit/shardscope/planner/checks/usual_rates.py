@@ -136,20 +136,16 @@ def find_small_reference(num_weights: float) -> Reference | None:
     )
 
 
-def find_usual_rate(
-    plan: Plan, *, begins_from_weights: bool, optimizer: str | None = None
-) -> UsualRate | None:
+def find_usual_rate(plan: Plan, *, begins_from_weights: bool) -> UsualRate | None:
     """Return the usual learning rate of published runs of ``plan``'s size; None if there is no reference.
 
-    ``begins_from_weights``: training starts from trained weights, which takes smaller rates. ``optimizer``:
-    another optimizer than the recipe's. Supported are all forms of AdamW, Muon, whose updates have AdamW's
-    size (Liu et al. 2025, arXiv:2502.16982), and Lion; there are no such runs for Adafactor, and for SGD on
-    transformers.
+    ``begins_from_weights``: training starts from trained weights, which takes smaller rates. Supported are
+    all forms of AdamW, Muon, whose updates have AdamW's size (Liu et al. 2025, arXiv:2502.16982), and Lion;
+    there are no such runs for Adafactor, and for SGD on transformers.
     """
     recipe = plan.recipe
-    optimizer = optimizer or recipe.optimizer
     # paged and 8-bit forms of AdamW have its updates, so they share its rates.
-    if not optimizer.startswith(("adamw", "paged_adamw", "muon", "lion")):
+    if not recipe.optimizer.startswith(("adamw", "paged_adamw", "muon", "lion")):
         return None
     # 1. The reference: the published run of the nearest size and of the same kind of training.
     is_tuned = begins_from_weights or recipe.has_adapters
@@ -175,7 +171,7 @@ def find_usual_rate(
     if recipe.has_adapters:
         least, advised, most = ADAPTERS_TIMES * least, ADAPTERS_TIMES * advised, ADAPTERS_TIMES_SHORT * most
         rules_text.append(ADAPTERS_RULE)
-    if optimizer == "lion":
+    if recipe.optimizer == "lion":
         # The paper gives a range, so the range widens to both ends, and the recommendation is its geometric
         # mean.
         far, near = LION_LESS

@@ -12,11 +12,8 @@ from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.frameworks.search_grid import MICRO_BATCH_SIZE
 from shardscope.planner.advice.plan_evaluator import has_offload
 from shardscope.planner.search.candidates import Candidates, list_candidates
-from shardscope.planner.search.search import rank_candidates
+from shardscope.planner.search.search import check_figures, rank_candidates
 from shardscope.planner.verdict import State, assess_plan
-from shardscope.timing.calibration.curves import select_rates
-from shardscope.timing.layers import PEAKS
-from shardscope.timing.rates import check_links
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,11 +49,7 @@ def choose_first_layout(framework: str, arch: Architecture, cluster: Cluster, re
 
 
 def _choose_layout(default: Layout, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
-    # Without these figures no step can be predicted: raise here, before the grid is built.
-    rates = select_rates(cluster)
-    rates.get_matmul_rate(PEAKS[recipe.precision])
-    rates.get_memory_bandwidth()
-    check_links(cluster, rates)
+    check_figures(cluster, recipe)  # before the grid is built
     # Offer the recipe as it is, and with full recomputation and micro-batch 1, which need the least memory.
     offered = list(
         list_candidates(

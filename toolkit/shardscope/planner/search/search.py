@@ -123,12 +123,16 @@ def _check_arguments(
     names = _check_frameworks(frameworks)
     check_targets(arch, recipe)
     check_sequence(arch, recipe)
-    # Each of these raises if the figure of the GPU or of the link is not known.
+    check_figures(cluster, recipe)
+    return names
+
+
+def check_figures(cluster: Cluster, recipe: Recipe) -> None:
+    """Raise ``ValueError`` if no step can be predicted: a figure of the GPU or of a link is not known."""
     rates = select_rates(cluster)
     rates.get_matmul_rate(PEAKS[recipe.precision])
     rates.get_memory_bandwidth()
     check_links(cluster, rates)
-    return names
 
 
 def _list_all_candidates(

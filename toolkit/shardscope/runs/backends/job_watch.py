@@ -61,7 +61,6 @@ class JobWatch:
         self._answer_time = -STALE_SECONDS
         self._answered = threading.Event()
         self._answer: Job | None = None
-        self._is_answered = False
         self._problem = ""
         self._ended_since: float | None = None
 
@@ -133,7 +132,7 @@ class JobWatch:
             self._answered.wait(ANSWER_SECONDS)
         with self._lock:
             is_fresh = time.monotonic() - self._answer_time < STALE_SECONDS
-            return self._answer, self._is_answered and is_fresh, self._problem
+            return self._answer, is_fresh, self._problem
 
     def _ask(self, job_id: str) -> None:
         with self._lock:
@@ -154,7 +153,7 @@ class JobWatch:
             problem = str(error)
         finally:  # Slurm is asked again after any other error too.
             with self._lock:
-                self._answer, self._problem, self._is_answered = job, problem, True
+                self._answer, self._problem = job, problem
                 self._answer_time, self._is_asking = time.monotonic(), False
                 self._answered.set()
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import Value, find_similar, refuse
+from shardscope.records.json_values import is_int
 from shardscope.records.redaction import redact
 from shardscope.runs.backends.ray.target import Ray
 
@@ -116,7 +117,7 @@ class Slurm:
             if option == "signal" and not (isinstance(value, str) and SIGNAL.fullmatch(value)):
                 allowed = "USR2@<seconds before the time limit>, the time to save a checkpoint"
                 refuse("Slurm.extra['signal']", value, allowed, Value("USR2@300"))
-            if value is True or (isinstance(value, int) and not isinstance(value, bool)):
+            if value is True or is_int(value):
                 continue
             if not isinstance(value, str):
                 # sbatch's lists have commas.
@@ -153,7 +154,7 @@ def _refuse_target(value: object) -> NoReturn:
 def parse_minutes(value: object) -> int:
     """Return a time limit in minutes, rounded up. Raises ``ValueError``."""
     allowed = 'minutes from 1 on, or text as "2:00:00" or "1-12"'
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_int(value):
         if value < 1:
             refuse("Slurm.time", value, allowed, Value(60))
         return value

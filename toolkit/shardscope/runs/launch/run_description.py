@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.machine.processes import identify_machine
+from shardscope.records.json_values import is_int
 from shardscope.runs.backends.node_checks import read_versions
 from shardscope.runs.explain.measured_step import predict_step
 from shardscope.runs.launch.packing import describe_task
@@ -55,4 +56,4 @@ def trains_the_plan(task: object) -> bool:
 def _read_num_steps(task: object) -> int | None:
     """Return the number of steps of a built-in task, else None."""
     num_steps = getattr(task, "planned_steps", None) if trains_the_plan(task) else None
-    return num_steps if isinstance(num_steps, int) and not isinstance(num_steps, bool) else None
+    return num_steps if is_int(num_steps) else None

@@ -127,10 +127,10 @@ class Supervisor:
         write_json(self.folder.supervisor, record, as_is=("machine",))
         if isinstance(self.folder, NodeFolder):
             self.end.reserve_space(self.folder)
-        if isinstance(self.folder, NodeFolder) and self.folder.is_lead:
-            began = describe_beginning(self.folder)
-            started = f"job {self._read_node().get('job_id')} has started"
-            self.set_status("starting", "; ".join(filter(None, (started, began))))
+            if self.folder.is_lead:
+                began = describe_beginning(self.folder)
+                started = f"job {self._read_node().get('job_id')} has started"
+                self.set_status("starting", "; ".join(filter(None, (started, began))))
         self.stop.obey_commands()  # A stop requested before this point needs no launcher at all.
         if self.peers is None:  # Nor does a signal between two attempts. One of Slurm may be only a notice.
             self._obey_signal()

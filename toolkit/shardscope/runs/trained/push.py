@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from shardscope.core.errors import check_flag, refuse
+from shardscope.core.errors import check_flag, get_first_line, refuse
 from shardscope.records.folder import MERGED
 from shardscope.runs.trained.model_card import README, write_model_card
 from shardscope.runs.trained.model_files import ADAPTER_CONFIG, refuse_without_model
@@ -91,7 +91,7 @@ def list_files(folder: Path) -> list[Path]:
 def _raise_for_hub(repo_id: str, error: Exception) -> NoReturn:
     from huggingface_hub import constants
 
-    detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    detail = get_first_line(error)
     raise RuntimeError(
         f"The model was not pushed to {repo_id} on {constants.ENDPOINT}: {detail} Nearest fix: check the "
         "network, HF_ENDPOINT and HF_HUB_OFFLINE, and that the token may write there (`hf auth whoami`)."

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from shardscope.core.cluster import PRECISIONS
-from shardscope.core.errors import Value, check_choice, check_integer, check_number, refuse
+from shardscope.core.errors import Value, check_choice, check_integer, check_number, check_printable, refuse
 from shardscope.core.html_table import render_html_table
 from shardscope.core.serialization import Serializable
 
@@ -190,7 +190,7 @@ class Calibration(Serializable):
     def __post_init__(self) -> None:
         # The file may have been edited or damaged: check every value before a prediction uses it.
         for name in ("machine", "processor", "gpu", "backend", "torch_version"):
-            _check_text(f"Calibration.{name}", getattr(self, name))
+            check_printable(f"Calibration.{name}", getattr(self, name), "ss.calibrate()")
         check_integer("Calibration.num_cores", self.num_cores, low=1, high=2**20)
         check_integer("Calibration.num_ranks", self.num_ranks, low=1, high=MAX_RANKS)
         check_integer("Calibration.threads_per_rank", self.threads_per_rank, low=1, high=2**20)
@@ -284,11 +284,6 @@ def select_rates(cluster: Cluster) -> Rates:
     from shardscope.timing.rates import look_up_rates
 
     return load_stored_rates(cluster) or look_up_rates(cluster)
-
-
-def _check_text(field: str, value: object) -> None:
-    if not isinstance(value, str) or not 1 <= len(value) <= 200 or not value.isprintable():
-        refuse(field, value, "1 to 200 printable characters", "ss.calibrate()")
 
 
 def _check_time(field: str, value: object) -> None:

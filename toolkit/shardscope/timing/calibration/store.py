@@ -208,12 +208,12 @@ def store_calibration(calibration: Calibration, folder: str | os.PathLike[str] |
     return path
 
 
-def store_step(step: MeasuredStep, gpu: str, folder: str | os.PathLike[str] | None = None) -> Path:
+def store_step(step: MeasuredStep, gpu: str) -> Path:
     """Store a finished run's step. Return the file's path.
 
     Raises :class:`NotStoredError`, and ``ValueError`` for a damaged file.
     """
-    path = build_record_path(gpu, find_data_folder(folder))
+    path = build_record_path(gpu, find_data_folder())
     with lock_file(path):
         record = read_record(path) or MachineRecord(machine=get_machine_name(), gpu=gpu)
         _write_record(path, record.with_step(step))
@@ -228,13 +228,13 @@ def store_traced_rates(traced: TracedRates, folder: str | os.PathLike[str] | Non
     return _replace_traced_rates(traced.gpu, traced, folder)
 
 
-def remove_traced_rates(gpu: str, folder: str | os.PathLike[str] | None = None) -> None:
+def remove_traced_rates(gpu: str) -> None:
     """Predict from the calibration alone again. Raises as :func:`store_traced_rates` does."""
-    _replace_traced_rates(gpu, None, folder)
+    _replace_traced_rates(gpu, None)
 
 
 def _replace_traced_rates(
-    gpu: str, traced: TracedRates | None, folder: str | os.PathLike[str] | None
+    gpu: str, traced: TracedRates | None, folder: str | os.PathLike[str] | None = None
 ) -> Path:
     path = build_record_path(gpu, find_data_folder(folder))
     with lock_file(path):

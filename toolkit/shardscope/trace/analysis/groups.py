@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from shardscope.trace.loading.document import ProcessGroup
     from shardscope.trace.store import Trace
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
-"""Axes of the mesh, innermost first: neighbouring ranks are tensor-parallel, distant ones are stages.
-
-All four engines order ranks so: Megatron's ``tp-cp-ep-dp-pp``, torchtitan's mesh and DeepSpeed's topology.
-"""
-
 # Descriptions that Megatron-Core (parallel_state.py) and DeviceMesh (``mesh_dp_shard``) give their groups.
 _DESCRIPTIONS = (
     (r"_AND_|EXPERT.*TENSOR.*PIPELINE|^MODEL_PARALLEL|INSTANCE", ""),  # groups of several axes

@@ -284,18 +284,18 @@ def find_kernels(trace: Trace, *, in_steps: bool = False) -> Kernels:
     def add_up(values: npt.NDArray[np.float64] | Int64s) -> npt.NDArray[np.float64]:
         return np.asarray(np.bincount(group, weights=values, minlength=len(unique)), np.float64)
 
+    def divide_by_time(
+        values: npt.NDArray[np.float64], is_known: npt.NDArray[np.bool_]
+    ) -> list[float | None]:
+        """Return the sums over the work's nanoseconds, only of calls that are known; None without any."""
+        sums, known_ns = add_up(values), add_up(np.where(is_known, own, 0))
+        return [float(sums[i] / known_ns[i]) if known_ns[i] else None for i in range(len(unique))]
+
     own = work[index]
     counts, total = np.bincount(group, minlength=len(unique)), add_up(own)
-    flops_sum, flops_ns = add_up(flops), add_up(np.where(flops > 0, own, 0))
-    bytes_sum, bytes_ns = add_up(moved), add_up(np.where(moved > 0, own, 0))
-    occupied, occupied_ns = (
-        add_up(np.where(occupancy >= 0, occupancy * own, 0)),
-        add_up(np.where(occupancy >= 0, own, 0)),
-    )
-    filled, filled_ns = (
-        add_up(np.where(blocks >= 0, np.minimum(blocks, 1) * own, 0)),
-        add_up(np.where(blocks >= 0, own, 0)),
-    )
+    rates, speeds = divide_by_time(flops, flops > 0), divide_by_time(moved, moved > 0)
+    occupancies = divide_by_time(np.where(occupancy >= 0, occupancy * own, 0), occupancy >= 0)
+    efficiencies = divide_by_time(np.where(blocks >= 0, np.minimum(blocks, 1) * own, 0), blocks >= 0)
     longest = (
         index[np.lexsort((-own, group))][np.concatenate(([0], np.cumsum(counts)[:-1]))]
         if len(index)
@@ -319,8 +319,8 @@ def find_kernels(trace: Trace, *, in_steps: bool = False) -> Kernels:
         may_use = kind in MATRIX_KINDS and is_cuda[slice_index] and not is_other_vendor
         may_use = may_use and _TRITON.match(name) is None
         tensor_cores = bool(TENSOR_CORE.search(name)) if may_use else None
-        rate = flops_sum[number] / flops_ns[number] * 1e9 if flops_ns[number] else None
-        speed = bytes_sum[number] / bytes_ns[number] * 1e9 if bytes_ns[number] else None
+        rate, speed = (None if value is None else value * 1e9 for value in (rates[number], speeds[number]))
+        occupied = occupancies[number]
         peak = _find_peak(gpu, precisions[first[number]], bool(tensor_cores))
         is_copy = bool(activity.is_copy[slice_index])
         bandwidth = gpu.memory_bandwidth_bytes_per_second if gpu and not is_copy else None
@@ -338,10 +338,8 @@ def find_kernels(trace: Trace, *, in_steps: bool = False) -> Kernels:
                 "bytes_per_second": speed,
                 "peak_share": rate / peak if rate is not None and peak else None,
                 "bandwidth_share": speed / bandwidth if speed is not None and bandwidth else None,
-                "occupancy": float(occupied[number] / occupied_ns[number]) / 100
-                if occupied_ns[number]
-                else None,
-                "sm_efficiency": float(filled[number] / filled_ns[number]) if filled_ns[number] else None,
+                "occupancy": None if occupied is None else occupied / 100,
+                "sm_efficiency": efficiencies[number],
                 "uses_tensor_cores": tensor_cores,
                 "track": trace.tracks[trace.track_index[far]].name,
                 "start_seconds": int(trace.start_ns[far]) / 1e9,

@@ -119,9 +119,11 @@ def _find_group_size(row: CollectiveRow) -> int | None:
 
 
 def _is_within_node(axis: str, ranks: int, plan: Plan) -> bool:
-    """Return whether a group of this axis is on one node, by the order of axes in ``groups.AXES``."""
+    """Return whether a group of this axis is on one node, by the order of the mesh's axes."""
     if plan.cluster.num_nodes == 1:
         return True
+    # Innermost first, as all four engines order ranks: Megatron's tp-cp-ep-dp-pp, torchtitan's mesh and
+    # DeepSpeed's topology.
     degrees = plan.degrees
     strides = {"tp": 1, "cp": degrees.tp, "ep": degrees.tp * degrees.cp}
     stride = strides.get(axis.split("+")[0])

@@ -193,42 +193,49 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
         return
     busy = _measure_compute(trace)
     what = "kernels" if any(rank.on_gpu for rank in trace.activity.ranks) else "operators"
-    for kind in sorted(compute, key=lambda one: -compute[one])[:1]:
-        kind_rows = [row for row in kernels if row["kind"] == kind and row["name"] not in engine_copies]
-        top = max(kind_rows, key=lambda row: row["total_seconds"])
-        title = "Unclassified" if kind == "other" else kind.capitalize()
-        calls = format_number_of(top["num_calls"] / num_steps[top["rank"]], "call")
-        per_step = " a step" if trace.activity.has_steps else ""
-        # Kernels of several streams or GPUs that run at a time add up to more than the time of compute.
-        concurrent = ", added up over kernels that run at a time" if total > 1.05 * busy else ""
-        share_text = _format_share(trace, compute[kind], step_seconds) + concurrent
-        text = (
-            f"{title} {what} take most compute, {share_text}; "
-            f"the costliest is {shorten_name(top['name'])}, {calls}{per_step} of "
-            f"{format_seconds(top['mean_seconds'])} each"
+    kind = max(compute, key=lambda one: compute[one])
+    kind_rows = [row for row in kernels if row["kind"] == kind and row["name"] not in engine_copies]
+    top = max(kind_rows, key=lambda row: row["total_seconds"])
+    title = "Unclassified" if kind == "other" else kind.capitalize()
+    calls = format_number_of(top["num_calls"] / num_steps[top["rank"]], "call")
+    per_step = " a step" if trace.activity.has_steps else ""
+    # Kernels of several streams or GPUs that run at a time add up to more than the time of compute.
+    concurrent = ", added up over kernels that run at a time" if total > 1.05 * busy else ""
+    share_text = _format_share(trace, compute[kind], step_seconds) + concurrent
+    text = (
+        f"{title} {what} take most compute, {share_text}; "
+        f"the costliest is {shorten_name(top['name'])}, {calls}{per_step} of "
+        f"{format_seconds(top['mean_seconds'])} each"
+    )
+    if top["tflops"] is not None and top["peak_share"] is not None:
+        text += f" at {top['tflops']:.3g} TFLOP/s, {100 * top['peak_share']:.0f} % of the GPU's peak"
+    elif top["bytes_per_second"] is not None and top["bandwidth_share"] is not None:
+        text += f" at {100 * top['bandwidth_share']:.0f} % of the memory's bandwidth"
+    # Many small kernels of a class may take more than the costliest one, which a reader asks for first.
+    (name, its_kind), seconds = max(by_name.items(), key=lambda one: one[1])
+    if its_kind != kind and seconds >= MIN_SHARE * step_seconds:
+        its_class = "unclassified" if its_kind == "other" else its_kind
+        text += (
+            f". The costliest of all {what} is {shorten_name(name)} ({its_class}), "
+            f"{_format_share(trace, seconds, step_seconds)}"
         )
-        if top["tflops"] is not None and top["peak_share"] is not None:
-            text += f" at {top['tflops']:.3g} TFLOP/s, {100 * top['peak_share']:.0f} % of the GPU's peak"
-        elif top["bytes_per_second"] is not None and top["bandwidth_share"] is not None:
-            text += f" at {100 * top['bandwidth_share']:.0f} % of the memory's bandwidth"
-        # Many small kernels of a class may take more than the costliest one, which a reader asks for first.
-        (name, its_kind), seconds = max(by_name.items(), key=lambda one: one[1])
-        if its_kind != kind and seconds >= MIN_SHARE * step_seconds:
-            its_class = "unclassified" if its_kind == "other" else its_kind
-            text += (
-                f". The costliest of all {what} is {shorten_name(name)} ({its_class}), "
-                f"{_format_share(trace, seconds, step_seconds)}"
-            )
-        # A step that recomputes runs its forward twice, whatever its kernels are.
-        topics: tuple[Topic, ...] = ("recomputation",)
-        if kind not in MATRIX_KINDS:
-            topics = ("elementwise", "recomputation")
-        yield {
-            "seconds": compute[kind],
-            "text": f"{text}.",
-            "interval": _locate_kernel(top),
-            "topics": topics,
-        }
+    # A step that recomputes runs its forward twice, whatever its kernels are.
+    topics: tuple[Topic, ...] = ("recomputation",)
+    if kind not in MATRIX_KINDS:
+        topics = ("elementwise", "recomputation")
+    yield {
+        "seconds": compute[kind],
+        "text": f"{text}.",
+        "interval": _locate_kernel(top),
+        "topics": topics,
+    }
+    yield from _find_missing_tensor_cores(trace, kernels, compute, step_seconds)
+
+
+def _find_missing_tensor_cores(
+    trace: Trace, kernels: Kernels, compute: Mapping[str, float], step_seconds: float
+) -> Iterator[Cause]:
+    """Yield matmuls without tensor cores, if they take most of the time of matmuls."""
     share = kernels.tensor_core_share
     matrices = sum(compute.get(kind, 0.0) for kind in MATRIX_KINDS)
     if share is not None and share < 0.5 and matrices >= MIN_SHARE * step_seconds:

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardscope.training.data.tokenizer import END_OF_TEXT, SHIPPED_TEXT, SHIPPED_TOKENIZER, VOCAB_SIZE
 
 
-def make_tokenizer(text: Path, target: Path, vocab_size: int = VOCAB_SIZE) -> int:
+def make_tokenizer(text: Path, target: Path) -> int:
     """Train a byte-level BPE tokenizer on ``text``, write it to ``target``, return its vocabulary size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -16,7 +16,7 @@ def make_tokenizer(text: Path, target: Path, vocab_size: int = VOCAB_SIZE) -> in
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[END_OF_TEXT],
         # All 256 bytes are tokens, so text in any language and any emoji encodes without an unknown token.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

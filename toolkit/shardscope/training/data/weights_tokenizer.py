@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import refuse
+from shardscope.core.errors import get_first_line, refuse
 from shardscope.training.data.tokenizer import split_text
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ class WeightsTokenizer:
                     path, local_files_only=True, trust_remote_code=False
                 )
         except Exception as error:  # A missing library, custom code, a damaged file.
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            allowed = f"a folder whose tokenizer transformers opens as it is: {lines[0]}"
+            allowed = f"a folder whose tokenizer transformers opens as it is: {get_first_line(error)}"
             refuse(self._field, str(path), allowed, "the model's tokenizer saved as tokenizer.json")
         self._check_fits(tokenizer.get_vocab(), self._folder.architecture.vocab_size)
         return tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -394,18 +395,9 @@ def preview_examples(
     left_out: list[tuple[int, Encoded]] = []
     encoder = BeginningEncoder(tokenizer, loss_on, seq_len)
     sides = ("chosen", "rejected") if format.name == "preference" else ("",)
-    encoded = iterate_encoded(
-        field,
-        rows,
-        format,
-        encoder,
-        seq_len=seq_len,
-        bad_rows=bad_rows,
-        counts=counts,
-        indices=_choose_rows(rows, format, num_shown),
-        lengths=lengths,
-        left_out=left_out,
-    )
+    encode = partial(iterate_encoded, field, rows, format, encoder, seq_len=seq_len, bad_rows=bad_rows)
+    sampled = _choose_rows(rows, format, num_shown)
+    encoded = encode(counts=counts, indices=sampled, lengths=lengths, left_out=left_out)
     indices, cut_lengths = list[int](), list[int]()
     for number, (index, example) in enumerate(encoded):
         indices.append(index)
@@ -425,17 +417,9 @@ def preview_examples(
     windows: tuple[PreviewWindow, ...] = ()
     if packing and seq_len is not None and len(sides) == 1:
         packed = pack_lengths(cut_lengths, seq_len)[:num_shown]
-        chosen = sorted(indices[place] for window in packed for place in window)
-        again = iterate_encoded(
-            field,
-            rows,
-            format,
-            encoder,
-            seq_len=seq_len,
-            bad_rows=bad_rows,
-            counts=RowCounts(),
-            indices=chosen,
-            lengths=[],
+        # Encoded again: only a few of the measured examples are in these windows.
+        again = encode(
+            counts=RowCounts(), indices=sorted(indices[place] for window in packed for place in window)
         )
         by_index = {index: _describe_row(tokenizer, index, example, "") for index, example in again}
         windows = tuple(

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, cast
 
-from shardscope.core.errors import FieldError, find_similar, refuse
+from shardscope.core.errors import FieldError, find_similar, get_first_line, refuse
 from shardscope.core.number_format import join_list
 from shardscope.machine.hub import HubProblem, find_hub_problem
 from shardscope.machine.user_folders import expand_home
@@ -284,9 +284,7 @@ def _read_files(field: str, files: list[Path], skips_unreadable: bool) -> Rows:
                     error = copy_error
         if LOADERS[files[0].suffix.lower()] == "json":
             check_json_lines(field, files, skips_unreadable=skips_unreadable)
-        cause = error.__cause__ or error
-        text = str(cause).strip().splitlines()
-        reason = text[0].rstrip(".") if text else type(cause).__name__
+        reason = get_first_line(error.__cause__ or error).rstrip(".")
         refuse(field, str(files[0]), f"a readable {files[0].suffix} file: {reason}", "a repaired file")
 
 

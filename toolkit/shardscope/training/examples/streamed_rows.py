@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from shardscope.core.errors import FieldError, refuse
+from shardscope.core.errors import FieldError, get_first_line, refuse
 from shardscope.training.examples.file_rows import check_begins_in_utf8, check_is_utf8, describe_row
 from shardscope.training.examples.rows import (
     ARROW_STATE,
@@ -112,9 +112,9 @@ def check_streamable(field: str, source: object) -> None:
         refuse(field, describe_source(source), allowed, {"streaming": False})
 
 
-def read_first_rows(field: str, source: object, num_rows: int = MAX_FIRST_ROWS) -> RowBlock:
+def read_first_rows(field: str, source: object) -> RowBlock:
     """Return the first rows of a stream. Raises ``ValueError`` naming ``field`` if there is none."""
-    rows = list(islice(iterate_rows(field, source, iter(open_stream(field, source))), num_rows))
+    rows = list(islice(iterate_rows(field, source, iter(open_stream(field, source))), MAX_FIRST_ROWS))
     if not rows:
         refuse(field, describe_source(source), "data with at least one row", "a file that has rows")
     return RowBlock(rows=rows, files=list_stream_files(field, source))
@@ -143,8 +143,6 @@ def _refuse_unreadable(field: str, source: object, error: Exception, num_read: i
     if files and LOADERS[files[0].suffix.lower()] == "json":
         check_json_lines(field, files)
     check_tables(field, files)
-    cause = error.__cause__ or error
-    text = str(cause).strip().splitlines()
-    reason = text[0].rstrip(".") if text else type(cause).__name__
+    reason = get_first_line(error.__cause__ or error).rstrip(".")
     allowed = f"readable data: after {num_read:,} rows, {reason}"
     refuse(field, describe_source(source), allowed, "a repaired file")

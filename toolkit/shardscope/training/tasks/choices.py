@@ -22,6 +22,7 @@ from shardscope.planner.checks.precision import CPU_SLOWDOWN, find_bf16_slowdown
 from shardscope.planner.checks.usual_rates import scale_rate
 from shardscope.planner.memory_needs import fits
 from shardscope.prediction.support import FUSED_IN_EXPERTS
+from shardscope.records.json_values import is_int
 from shardscope.training.data.batches import count_validation_rows
 from shardscope.training.optimizers.schedule import DEFAULT_SCHEDULE, DEFAULT_WARMUP, count_warmup_steps
 from shardscope.training.preferences.settings import (
@@ -549,6 +550,6 @@ def _format_value(value: object) -> str:
         return ", ".join(str(name) for name in value)
     if isinstance(value, float):
         return f"{value:g}"
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_int(value):
         return f"{value:,}"
     return str(value)

@@ -279,12 +279,7 @@ class TextTask(ABC):
         # The notebook reads num_steps here if the launch could not know it; the model card reads all.
         ctx.record("training", schedule.describe())
         if ctx.rank == 0:
-            data_source = self.describe_data(ctx.folder)
-            if resumed is not None and (notice := describe_changed_data(resumed, data_source)):
-                print(notice, flush=True)
-            ctx.record("data_source", data_source)
-            # With each checkpoint too: a run that is started again in this folder writes its record anew.
-            engine.data_source = select_identity(data_source)
+            self._record_data_source(ctx, resumed)
         if validation is not None:
             engine.validation_state = validation.describe_state()
         print(
@@ -315,15 +310,29 @@ class TextTask(ABC):
         )
         # A stopped run is not exported: it is resumed from its checkpoint, and exported at its end.
         if self.export and is_complete:
-            if validation is not None and validation.best_checkpoint is not None:
-                engine.load(validation.best_checkpoint)
-                done = format_count(engine.num_steps_done, "step")
-                print(f"exporting the weights after {done}, the best", flush=True)
-            engine.export(EXPORT)
-            ctx.record("export", {"num_steps_done": engine.num_steps_done})
-            if ctx.rank == 0:
-                self.complete_export(ctx.folder / EXPORT, plan)
-            print(f"exported {EXPORT}", flush=True)
+            self._export_model(ctx, validation)
+
+    def _record_data_source(self, ctx: TrainingContext, resumed: Path | None) -> None:
+        """Record the data in the run folder, and note changes since the checkpoint ``resumed``."""
+        data_source = self.describe_data(ctx.folder)
+        if resumed is not None and (notice := describe_changed_data(resumed, data_source)):
+            print(notice, flush=True)
+        ctx.record("data_source", data_source)
+        # With each checkpoint too: a run that is started again in this folder writes its record anew.
+        ctx.engine.data_source = select_identity(data_source)
+
+    def _export_model(self, ctx: TrainingContext, validation: Validation | None) -> None:
+        """Export the best weights, or without validation the last ones. Called by all ranks."""
+        engine = ctx.engine
+        if validation is not None and validation.best_checkpoint is not None:
+            engine.load(validation.best_checkpoint)
+            done = format_count(engine.num_steps_done, "step")
+            print(f"exporting the weights after {done}, the best", flush=True)
+        engine.export(EXPORT)
+        ctx.record("export", {"num_steps_done": engine.num_steps_done})
+        if ctx.rank == 0:
+            self.complete_export(ctx.folder / EXPORT, ctx.plan)
+        print(f"exported {EXPORT}", flush=True)
 
     def build_schedule(self, plan: Plan, num_steps: int) -> Schedule:
         """Return the learning rate schedule of a run of ``num_steps`` steps."""

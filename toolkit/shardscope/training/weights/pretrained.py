@@ -57,18 +57,13 @@ def _gather_full(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | N
 
 
 def write_pretrained(
-    path: Path,
-    model: torch.nn.Module,
-    tensors: FullTensors,
-    *,
-    hub_names: bool = False,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    path: Path, model: torch.nn.Module, tensors: FullTensors, *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
     """Write ``tensors`` of ``model`` to the folder ``path``. Collective: every rank must call it.
 
     ``model`` is the transformers model, sharded or on meta, or its peft wrapper: only its config and its
-    family's names on the Hub are read. ``tensors`` have the module's own names, or already the Hub's if
-    ``hub_names``. Raises ``ValueError`` for a module that is not a transformers model.
+    family's names on the Hub are read. ``tensors`` have the module's own names. Raises ``ValueError`` for a
+    module that is not a transformers model.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
@@ -91,7 +86,7 @@ def write_pretrained(
             return
         files = _FileWriter(temporary, max_file_bytes)
         for group in groups:
-            files.add_tensors(group if hub_names else _convert_to_hub_names(model, group))
+            files.add_tensors(_convert_to_hub_names(model, group))
         files.write_index()
         _make_exported_config(model, config, files.dtype).save_pretrained(temporary)
 

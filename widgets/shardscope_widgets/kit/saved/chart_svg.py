@@ -90,23 +90,23 @@ class Axis:
             yield self.to_pixel(tick), _format_tick(tick) + suffix
 
 
-def draw_svg(traces: Sequence[Props], layout: Props, width: int = WIDTH, label: str = "Chart") -> str:
+def draw_svg(traces: Sequence[Props], layout: Props, label: str = "Chart") -> str:
     """Return a plotly figure as one ``<svg>`` element; ``label`` is its text alternative."""
-    return _Drawing(traces, layout, width).draw_all(label)
+    return _Drawing(traces, layout).draw_all(label)
 
 
 class _Drawing:
     """One SVG drawing: its size, its axes and its elements."""
 
-    def __init__(self, traces: Sequence[Props], layout: Props, width: int) -> None:
+    def __init__(self, traces: Sequence[Props], layout: Props) -> None:
         self.traces = [trace for trace in traces if trace.get("visible", True) is True]
-        self.layout, self.width = layout, width
+        self.layout = layout
         self.height = int(_read_number(layout.get("height"), 0)) or DEFAULT_HEIGHT
         margins = _read_props(layout.get("margin"))
         left, right, top, bottom = (
             _read_number(margins.get(side), default) for side, default in DEFAULT_MARGIN.items()
         )
-        self.left, self.right = left, width - right
+        self.left, self.right = left, WIDTH - right
         self.top, self.bottom = top, self.height - bottom
         self.axes: dict[str, Axis] = {}
         for trace in self.traces:
@@ -166,7 +166,7 @@ class _Drawing:
             *self._draw_annotations(),
         ]
         return (
-            f"<svg viewBox='0 0 {self.width} {self.height}' width='{self.width}' height='{self.height}' "
+            f"<svg viewBox='0 0 {WIDTH} {self.height}' width='{WIDTH}' height='{self.height}' "
             f"role='img' aria-label='{escape(label, quote=True)}' "
             "style='max-width:100%;height:auto;display:block' "
             # Viewers that remove SVG, such as GitHub's, leave its words: a space keeps them apart.
@@ -188,11 +188,11 @@ class _Drawing:
                     continue
                 if name[0] == "x":
                     if has_grid:
-                        yield _draw_line(pixel, edges[0], pixel, edges[1], INK, 1, opacity=0.15)
+                        yield _draw_line(pixel, edges[0], pixel, edges[1], 1, opacity=0.15)
                     yield _draw_text(pixel, edges[1] + 16, label, "middle", opacity=0.75)
                 else:
                     if has_grid:
-                        yield _draw_line(edges[0], pixel, edges[1], pixel, INK, 1, opacity=0.15)
+                        yield _draw_line(edges[0], pixel, edges[1], pixel, 1, opacity=0.15)
                     yield _draw_text(edges[0] - 8, pixel + 4, label, "end", opacity=0.75)
             title = axis.props.get("title")
             title = _read_text(title) or _read_text(_read_props(title).get("text"))
@@ -335,7 +335,7 @@ class _Drawing:
                 dash = DASHES.get(_read_text(line.get("dash")), "")
                 width, opacity = _read_number(line.get("width"), 1), _read_number(shape.get("opacity"), 1)
                 x0, y0, x1, y1 = ends
-                yield _draw_line(x0, y0, x1, y1, INK, width, dash, opacity)
+                yield _draw_line(x0, y0, x1, y1, width, dash, opacity)
 
     def _draw_annotations(self) -> Iterator[str]:
         anchors = {"left": "start", "right": "end"}
@@ -503,10 +503,10 @@ def _draw_area(
 
 
 def _draw_line(
-    x0: float, y0: float, x1: float, y1: float, colour: str, width: float, dash: str = "", opacity: float = 1
+    x0: float, y0: float, x1: float, y1: float, width: float, dash: str = "", opacity: float = 1
 ) -> str:
     return (
-        f"<line x1='{x0:.1f}' y1='{y0:.1f}' x2='{x1:.1f}' y2='{y1:.1f}' stroke='{colour}' "
+        f"<line x1='{x0:.1f}' y1='{y0:.1f}' x2='{x1:.1f}' y2='{y1:.1f}' stroke='{INK}' "
         f"stroke-width='{width:g}' stroke-dasharray='{dash}' opacity='{opacity:g}'/>"
     )
 

@@ -165,8 +165,8 @@ def _join_styles(tag: str, classes: str, inline: str = "") -> str:
 class _Rewriter(HTMLParser):
     """A rewriter of a view's HTML: it makes styles inline and removes elements that only react to clicks.
 
-    A legend, whose rows can be expanded in a live view, becomes a table. An element with ``data-saved``, such
-    as "Computing …", has that text instead: no kernel may be left that finishes the work.
+    An element with ``data-saved``, such as "Computing …", has that text instead: no kernel may be left that
+    finishes the work.
     """
 
     def __init__(self, html: str) -> None:
@@ -174,7 +174,6 @@ class _Rewriter(HTMLParser):
         self._out: list[str] = []
         self._open: list[tuple[str, str]] = []
         """The open elements, with the closing tag of each."""
-        self._in_legend = False
         self._num_cells = 0
         """Number of cells of the open row."""
         self._silent = 0
@@ -220,12 +219,6 @@ class _Rewriter(HTMLParser):
         if tag == "button":
             # The text of a row's or column's button is its name; other buttons are left out.
             return ("", "") if {"td", "th"} & set(parents) else (None, "")
-        rewritten = _rewrite_in_legend(tag, attributes, names, parents) if self._in_legend else None
-        if rewritten is not None:
-            return rewritten
-        if tag == "div" and "ss-legend" in names:
-            self._in_legend = True
-            return f"<table style='{TAG_STYLES['table']}'>", "</table>"
         return self._restyle_element(tag, attributes, names)
 
     def _restyle_element(self, tag: str, attributes: dict[str, str], names: set[str]) -> tuple[str, str]:
@@ -260,8 +253,6 @@ class _Rewriter(HTMLParser):
                 self._silent -= 1
             else:
                 self._out.append(end)
-            if end == "</table>" and name == "div":
-                self._in_legend = False
             if name == tag:
                 return
 
@@ -280,22 +271,3 @@ def _is_left_out(tag: str, attributes: dict[str, str], names: set[str], parents:
         # ss-lengths: a chart of boxes that only the style sheet draws; its sentences have the lengths.
         or bool(names & {"ss-off-screen", "ss-empty", "ss-lengths"})
     )
-
-
-def _rewrite_in_legend(
-    tag: str, attributes: dict[str, str], names: set[str], parents: list[str]
-) -> tuple[str | None, str] | None:
-    """Return a part of a legend as a part of a table; None for parts that stay what they are."""
-    if tag == "details":
-        return "", ""
-    if tag == "summary" or "ss-titles" in names:
-        return "<tr>", "</tr>"
-    if tag == "p":
-        return None, ""  # The formula of a row, which only a live view can expand.
-    if tag not in ("i", "em", "span") or parents[-1:] not in (["summary"], ["div"]):
-        return None
-    if tag == "i":
-        box = f"display:inline-block;width:12px;height:12px;{attributes.get('style', '')}"
-        return f"<td style='padding:2px 8px 2px 0'><span style='{escape(box)}'>", "</span></td>"
-    side = "right" if tag == "em" else "left"
-    return f"<td style='padding:2px 14px 2px 0;text-align:{side};font-style:normal'>", "</td>"

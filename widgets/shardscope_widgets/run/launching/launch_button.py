@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 from collections.abc import Callable
 from html import escape
@@ -13,7 +12,8 @@ import shardscope as ss
 from shardscope.core.errors import OverridableError
 from shardscope.memory.report import MemoryReport
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
+from shardscope_widgets.kit.background_calls import call_in_thread
+from shardscope_widgets.kit.notice import WRONG_INPUT
 from shardscope_widgets.pickers.task import RunOptions, TaskPicker
 from shardscope_widgets.run.launching.free_memory import FreeMemoryList, schedule_first_read
 from shardscope_widgets.run.launching.launch_offer import LaunchOffer, build_offer
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from shardscope.runs.launch.context import Context
 
 IS_BUSY = "A run is active: wait until it ends, or stop it."
-WRONG = "Correct the input marked in red first."
 
 
 class LaunchButton:
@@ -83,7 +82,7 @@ class LaunchButton:
         against = self._blocked or self._submitting or (IS_BUSY if is_busy else "") or wrong
         self._options.set_is_job(queue is not None)
         # The free memory is this machine's.
-        (self.free_place.remove_class if queue is None else self.free_place.add_class)("ss-off")
+        controls.show_if(self.free_place, queue is None)
         self.button.description = "Submitting …" if self._submitting else self.current.label
         self.button.disabled = bool(against) or self.current.plan is None
         note = against or self.current.note
@@ -141,15 +140,9 @@ class LaunchButton:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 run = ss.launch(plan, task, outlive_kernel=self._options.outlive.value, force=force)
-        # The user may override it, by the "Launch anyway" button of the notice.
-        except OverridableError as error:
-            self.busy = False
-            self.free.read_in_background()
-            self._on_error(error, lambda: self.launch(force=True))
-            return
         except Exception as error:  # An exception raised in a handler would not be shown.
             self.busy = False
-            self._on_error(error, None)
+            self._report_error(error)
             return
         tight = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
         notes = " ".join(filter(None, [note, *tight]))
@@ -163,17 +156,11 @@ class LaunchButton:
         queue = self.target.queue
         self._submitting = f"The job is being submitted to {queue.label if queue else 'the scheduler'}."
         self.update_offer()
-        loop = find_running_loop()
-
-        def submit() -> None:
-            result: ss.Run | Exception
-            try:
-                result = ss.launch(plan, task, on=target, force=force)  # type: ignore[arg-type]
-            except Exception as error:  # An exception raised in a thread would not be shown.
-                result = error
-            call_in_loop(loop, lambda: self._end_submission(result, note))
-
-        threading.Thread(target=submit, daemon=True, name="shardscope-submit").start()
+        call_in_thread(
+            lambda: ss.launch(plan, task, on=target, force=force),  # type: ignore[arg-type]
+            lambda result: self._end_submission(result, note),
+            "shardscope-submit",
+        )
 
     def _end_submission(self, result: ss.Run | Exception, note: str) -> None:
         if isinstance(result, ss.Run):
@@ -184,16 +171,20 @@ class LaunchButton:
         self.update_offer()
         if isinstance(result, ss.Run):
             self._on_launch(result, note)
-            return
-        can_override = isinstance(result, OverridableError)
-        self._on_error(result, (lambda: self.launch(force=True)) if can_override else None)
+        else:
+            self._report_error(result)
+
+    def _report_error(self, error: Exception) -> None:
+        # The user may override some, by the "Launch anyway" button of the notice.
+        can_override = isinstance(error, OverridableError)
+        self._on_error(error, (lambda: self.launch(force=True)) if can_override else None)
 
     def _show_task_error(self) -> str:
         """Show the task's error at its input, and return a short version of it."""
         for picker in (self._task, self._options):
             picker.clear_plan_errors()
         if self.target.is_wrong:
-            return WRONG
+            return WRONG_INPUT
         if self._task.missing:
             return self._task.missing
         try:
@@ -202,7 +193,7 @@ class LaunchButton:
             field = str(getattr(error, "field", "")).rpartition(".")[2]
             owner = self._options if field in self._options.rows else self._task
             owner.show_plan_error(error)
-            return WRONG
+            return WRONG_INPUT
         return ""
 
 

@@ -91,8 +91,7 @@ class LaunchTarget(traitlets.HasTraits):
             [controls.create_label("on"), self.choice, self.link], layout=controls.share_layout()
         )
         self.options = widgets.VBox(layout=controls.share_layout())
-        for name in ("ss-launch-target", "ss-off"):
-            self.head.add_class(name)
+        controls.add_classes(self.head, "ss-launch-target", "ss-off")
 
     @property
     def queue(self) -> Queue | None:
@@ -123,7 +122,7 @@ class LaunchTarget(traitlets.HasTraits):
             self.choice.value = before if before in self._queues else HERE
         finally:
             self._is_offering = False
-        (self.head.remove_class if queues else self.head.add_class)("ss-off")
+        controls.show_if(self.head, queues)
         self._choose()
 
     def choose(self, label: str) -> None:
@@ -143,7 +142,7 @@ class LaunchTarget(traitlets.HasTraits):
             self._jobs[name].set_queue(queue.name)
         self.options.children = [] if self.job is None else [self.job]
         has_options = queue is not None and bool(queue.scheduler.options)
-        (self.link.remove_class if has_options else self.link.add_class)("ss-off")
+        controls.show_if(self.link, has_options)
         self.choice.tooltip = (
             "Where the run is launched" if queue is None else f"{queue.label} has {queue.description}"
         )

@@ -109,7 +109,7 @@ class PipelinedEngine(DeepSpeedEngine):
 
         # DeepSpeed runs a schedule of instructions, and looks up the method of each in this table.
         methods = self._module._INSTRUCTION_MAP
-        update = self._with_accounting(methods[schedule.OptimizerStep])
+        update = self.accounted_update()(methods[schedule.OptimizerStep])
         self._module._INSTRUCTION_MAP = {
             **methods,
             schedule.ForwardPass: self._with_phase("forward", methods[schedule.ForwardPass]),
@@ -176,15 +176,6 @@ class PipelinedEngine(DeepSpeedEngine):
             assert self._watch is not None, "step() creates it before the schedule runs"
             # An evaluation, without gradients, is no phase of a step.
             with self._watch.phase(phase) if torch.is_grad_enabled() else nullcontext():
-                method(*args, **kwargs)
-
-        return run
-
-    def _with_accounting(self, method: Callable[P, None]) -> Callable[P, None]:
-        """Wrap DeepSpeed's update in :meth:`accounted_update`."""
-
-        def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            with self.accounted_update():
                 method(*args, **kwargs)
 
         return run

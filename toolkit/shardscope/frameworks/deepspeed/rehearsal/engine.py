@@ -22,6 +22,7 @@ from shardscope.frameworks.deepspeed.rehearsal.labels import label_allocations
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
 from shardscope.rehearsal.quantization import fake_quantile_maps
+from shardscope.training.accounting.tensors import list_optimizer_tensors
 from shardscope.training.model.lora import add_adapters
 from shardscope.training.model.loss import apply_chunked_loss
 from shardscope.training.model.model import build_model_config, choose_attention
@@ -203,9 +204,7 @@ def label_state(tracker: Tracker, engine: DeepSpeedEngine, optimizer: torch.opti
         main = getattr(optimizer, name, None)
         if main is not None:
             tracker.label(main, "optimizer")
-    inner = getattr(optimizer, "optimizer", optimizer)
-    values = (value for state in inner.state.values() for value in state.values())
-    tracker.label((value for value in values if isinstance(value, torch.Tensor)), "optimizer")
+    tracker.label(list_optimizer_tensors(getattr(optimizer, "optimizer", optimizer)), "optimizer")
 
 
 @contextlib.contextmanager

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -13,6 +11,7 @@ import torch
 
 from shardscope.frameworks.deepspeed.layout import get_layout
 from shardscope.rehearsal.fake_world import real_tensors
+from shardscope.rehearsal.patching import CallContext, methods_in_context
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 
     from shardscope.core.plan import Plan
     from shardscope.rehearsal.tracker import Tracker
-
-CallContext = Callable[[Sequence[object]], AbstractContextManager[object]]
-"""Function from a call's positional arguments, ``self`` first, to the context that the method runs in."""
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -55,7 +51,9 @@ def label_allocations(tracker: Tracker, plan: Plan) -> Iterator[None]:
 
         def wrap(owner: str, method: str, find_context: CallContext) -> None:
             module, _, name = owner.partition(":")
-            stack.enter_context(_wrap_method(getattr(import_module(module), name), method, find_context))
+            stack.enter_context(
+                methods_in_context(getattr(import_module(module), name), [method], find_context)
+            )
 
         # Staging memory of collectives.
         for owner, methods in STAGING.items():
@@ -75,23 +73,6 @@ def label_allocations(tracker: Tracker, plan: Plan) -> Iterator[None]:
         if stage == 3:
             wrap(ZERO_3, "reduce_ready_partitions_and_remove_grads", labels.label_waiting_gradient)
         yield
-
-
-@contextlib.contextmanager
-def _wrap_method(owner: type, name: str, find_context: CallContext) -> Iterator[None]:
-    """Run each call of a method of ``owner`` in the context that ``find_context`` returns for it."""
-    original = owner.__dict__[name]
-
-    @functools.wraps(original)
-    def call_in_context(*args: object, **kwargs: object) -> object:
-        with find_context(args):
-            return original(*args, **kwargs)
-
-    setattr(owner, name, call_in_context)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class _Labels:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.tracker import Tracker
 
-P = ParamSpec("P")
 _PHASES: dict[str, Phase] = {
     "ForwardPass": "forward",
     "BackwardPass": "backward",
@@ -86,8 +85,9 @@ class _StageRehearsal:
         config = build_config(self.plan, self.num_micro_batches)
         engine, optimizer = initialize_engine(self.plan, self.deepspeed, self._build_module(config), config)
         engine._recv_tensor_meta = self._allocate_received(engine)
+        # DeepSpeed runs a schedule of instructions, and looks up the method of each in this table.
         engine._INSTRUCTION_MAP = {
-            kind: self._with_phase(_PHASES[kind.__name__], run) if kind.__name__ in _PHASES else run
+            kind: self.tracker.phase(_PHASES[kind.__name__])(run) if kind.__name__ in _PHASES else run
             for kind, run in engine._INSTRUCTION_MAP.items()
         }
         return engine, optimizer
@@ -139,12 +139,3 @@ class _StageRehearsal:
                 return engine._allocate_or_extend_buffers(0, shape, dtype)
 
         return allocate
-
-    def _with_phase(self, phase: Phase, run: Callable[P, None]) -> Callable[P, None]:
-        """Wrap the method of a schedule's instruction, whose memory belongs to ``phase``."""
-
-        def run_in_phase(*args: P.args, **kwargs: P.kwargs) -> None:
-            with self.tracker.phase(phase):
-                run(*args, **kwargs)
-
-        return run_in_phase

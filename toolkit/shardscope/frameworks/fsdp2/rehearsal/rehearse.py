@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,8 +22,8 @@ from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
 from shardscope.memory.overheads.building import is_initialized_sharded
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors, real_tensors
-from shardscope.rehearsal.patching import patch_attributes
-from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, rehearse_engine
+from shardscope.rehearsal.patching import methods_in_context, patch_attributes
+from shardscope.rehearsal.torch_step import FakeContext, rehearse_engine
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.torch_step import NoteProgress
     from shardscope.rehearsal.tracker import Tracker
-    from shardscope.training.engine import BuildModel
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _COLLECTIVES = ("unshard", "wait_for_unshard", "reshard", "post_backward", "finalize_backward")
 """Methods of ``FSDPParamGroup`` that allocate all-gathered parameters and reduce-scatter buffers."""
@@ -71,8 +67,8 @@ def _rehearse_stage(plan: Plan, number: int, note_progress: NoteProgress) -> Reh
             fake_tensors(
                 plan.on_gpu, {logit_width}, separate_host=separate_host, has_flash=has_flash
             ) as tracker,
-            labelled_methods(
-                tracker, FSDPParamGroup, _COLLECTIVES, before=lambda group: _label_gradients(tracker, group)
+            methods_in_context(
+                FSDPParamGroup, _COLLECTIVES, lambda arguments: _label_allocations(tracker, arguments[0])
             ),
             _meshes_with_values(tracker),
             _all_gathers_to(engine.ctx.device),
@@ -84,11 +80,13 @@ def _rehearse_stage(plan: Plan, number: int, note_progress: NoteProgress) -> Reh
             return rehearse_engine(engine, tracker, note_progress, built_on_host=on_host)
 
 
-def _label_gradients(tracker: Tracker, group: FSDPParamGroup) -> None:
-    """Label unsharded gradients as buffers, and HSDP's partial reduce output as gradients.
+@contextmanager
+def _label_allocations(tracker: Tracker, group: object) -> Iterator[None]:
+    """Label new tensors and unsharded gradients as buffers, and HSDP's partial reduce output as gradients.
 
-    autograd and FSDP2's backward hooks create them outside of the labelled methods.
+    autograd and FSDP2's backward hooks create the gradients before the collectives run.
     """
+    assert isinstance(group, FSDPParamGroup)
     for parameter in group.fsdp_params:
         # The attribute exists from the first all-gather on.
         unsharded = getattr(parameter, "_unsharded_param", None)
@@ -101,6 +99,8 @@ def _label_gradients(tracker: Tracker, group: FSDPParamGroup) -> None:
     # Reduce-scattered sums that wait for the last micro-batch's all-reduce between replicas.
     if group._partial_reduce_output is not None:
         tracker.label([group._partial_reduce_output], "gradients")
+    with tracker.label_new_storages("gather_buffers"):
+        yield
 
 
 def check_rehearsed(plan: Plan) -> None:
@@ -124,13 +124,7 @@ def check_rehearsed(plan: Plan) -> None:
 @contextmanager
 def _untracked_build(engine: Fsdp2Engine, tracker: Tracker) -> Iterator[None]:
     """Exclude the build from tracking: modules are built in host memory, then moved to meta."""
-    build_on_host = engine.build_on_host
-
-    def build_untracked(build_model: BuildModel) -> torch.nn.Module:
-        with tracker.pause():
-            return build_on_host(build_model)
-
-    with patch_attributes([(engine, "build_on_host", build_untracked)]):
+    with patch_attributes([(engine, "build_on_host", tracker.pause()(engine.build_on_host))]):
         yield
 
 
@@ -140,16 +134,8 @@ def _meshes_with_values(tracker: Tracker) -> Iterator[None]:
 
     A mesh is a tensor of ranks, whose values are read to create process groups.
     """
-
-    def use_real_tensors(create_mesh: Callable[P, R]) -> Callable[P, R]:
-        def create_with_values(*args: P.args, **kwargs: P.kwargs) -> R:
-            with real_tensors(tracker):
-                return create_mesh(*args, **kwargs)
-
-        return create_with_values
-
-    get_post_forward = use_real_tensors(_fully_shard._get_post_forward_mesh_info)
-    concatenate = use_real_tensors(DeviceMesh._concatenate)
+    get_post_forward = real_tensors(tracker)(_fully_shard._get_post_forward_mesh_info)
+    concatenate = real_tensors(tracker)(DeviceMesh._concatenate)
     with patch_attributes([
         (_fully_shard, "_get_post_forward_mesh_info", get_post_forward),
         (DeviceMesh, "_concatenate", staticmethod(concatenate)),

@@ -147,31 +147,30 @@ class MegatronEngine(Engine):
         return mean
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        with self._evaluation():
+            loss = engine_step.forward_backward(
+                self._chunks, batch, self.plan.num_micro_batches, self.ctx.device, forward_only=True
+            )
+            return float(loss())
+
+    def predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        device = self.ctx.device
+        with self._evaluation():
+            return engine_step.predict_next(
+                self._chunks, self.plan, input_ids.to(device), last.to(device)
+            ).cpu()
+
+    @contextlib.contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """Disable gradients and dropout inside."""
         # Before anything runs: the watch reads the peak of the initialization when it is created.
         self._watch = self._watch or MemoryWatch(self)
         for chunk in self._chunks:
             chunk.eval()
         with self._on_device(), torch.no_grad():
-            loss = engine_step.forward_backward(
-                self._chunks, batch, self.plan.num_micro_batches, self.ctx.device, forward_only=True
-            )
-            mean = float(loss())
+            yield
         for chunk in self._chunks:
             chunk.train()
-        return mean
-
-    def predict_next(self, input_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        self._watch = self._watch or MemoryWatch(self)
-        for chunk in self._chunks:
-            chunk.eval()
-        with self._on_device(), torch.no_grad():
-            device = self.ctx.device
-            tokens = engine_step.predict_next(
-                self._chunks, self.plan, input_ids.to(device), last.to(device)
-            ).cpu()
-        for chunk in self._chunks:
-            chunk.train()
-        return tokens
 
     def save(self, path: str | Path) -> None:
         with self._on_device():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.training.accounting.memory_watch import MemoryWatch
 
-P = ParamSpec("P")
-T = TypeVar("T")
 TENSORS = {"input_ids", "labels"}
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, object]]]
 """Returns the loss of a micro-batch from the model's output, and values to report."""
@@ -197,17 +195,10 @@ def watch_phases(watch: MemoryWatch) -> Iterator[None]:
     """Record forward and backward of each micro-batch as phases of ``watch``, in any schedule."""
     from megatron.core.pipeline_parallel import schedules
 
-    def run_in_phase(phase: str, function: Callable[P, T]) -> Callable[P, T]:
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            with watch.phase(phase):
-                return function(*args, **kwargs)
-
-        return run
-
     # Every schedule calls these two module-level functions, once per micro-batch and chunk.
     before = schedules.forward_step, schedules.backward_step
-    schedules.forward_step = run_in_phase("forward", before[0])
-    schedules.backward_step = run_in_phase("backward", before[1])
+    schedules.forward_step = watch.phase("forward")(before[0])
+    schedules.backward_step = watch.phase("backward")(before[1])
     try:
         yield
     finally:

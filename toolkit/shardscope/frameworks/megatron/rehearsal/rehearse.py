@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,12 +49,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from shardscope.core.plan import Plan
-    from shardscope.memory.report import Phase
     from shardscope.rehearsal.torch_step import NoteProgress
     from shardscope.rehearsal.tracker import Tracker
 
-P = ParamSpec("P")
-R = TypeVar("R")
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, object]]]
 REGIONS = FusedRegions()
 """What stands in this process for the functions that megatron-core compiles."""
@@ -349,16 +346,9 @@ def _list_replacements(tracker: Tracker) -> list[Replacement]:
             gradient: torch.Tensor = get_dummy_gradient(shape, dtype, zero)
         return gradient
 
-    def run_in_phase(phase: Phase, function: Callable[P, R]) -> Callable[P, R]:
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with tracker.phase(phase):
-                return function(*args, **kwargs)
-
-        return run
-
     return [
-        (schedules, "forward_step", run_in_phase("forward", schedules.forward_step)),
-        (schedules, "backward_step", run_in_phase("backward", schedules.backward_step)),
+        (schedules, "forward_step", tracker.phase("forward")(schedules.forward_step)),
+        (schedules, "backward_step", tracker.phase("backward")(schedules.backward_step)),
         (layers, "get_dummy_wgrad", get_labelled_gradient),
         (torch.nn.functional, "embedding", look_up_embedding),
         (multi_latent_attention, "TELinear", DuplicatedLinear),

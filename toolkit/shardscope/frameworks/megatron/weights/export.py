@@ -52,16 +52,6 @@ def export_hf(
     write_pretrained(path, skeleton, gather_tensors(chunks, arch, optimizer), max_file_bytes=max_file_bytes)
 
 
-def gather_state_dict(
-    chunks: Sequence[DistributedDataParallel], arch: Architecture, optimizer: MegatronOptimizer | None = None
-) -> dict[str, torch.Tensor]:
-    """Return the whole model's transformers state dict, on the CPU of rank 0; empty on other ranks.
-
-    Collective over all ranks. A tied head is included once, as the embedding.
-    """
-    return {name: tensor for name, tensor in gather_tensors(chunks, arch, optimizer) if tensor is not None}
-
-
 def gather_tensors(
     chunks: Sequence[DistributedDataParallel], arch: Architecture, optimizer: MegatronOptimizer | None = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
