@@ -60,7 +60,7 @@ def test_one_click_fine_tunes_a_folder_and_opens_a_chat(lab: Lab, browser: Any) 
 
     take_pictures(page, "empty")
     fill("Model", "nowhere")
-    expect(view.locator(".ss-row [role=alert]")).to_contain_text("there is no such folder")
+    expect(view.locator(".ss-row [role=alert]")).to_contain_text("There is no such folder. Fix: ")
     fill("Model", "llama")
     # A file that is too large stays on the page: only its size is sent.
     file = view.locator("input[type=file]")

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from types import FrameType
 from typing import NoReturn, TypeAlias, TypeVar
 
@@ -291,13 +292,20 @@ def _read_number(value: object) -> float:
 
 
 def _format_value(value: object) -> str:
-    """Return ``repr(value)``, shortened to 80 characters; safe if ``__repr__`` raises."""
+    """Return ``repr(value)``, shortened to 80 characters; safe if ``__repr__`` raises.
+
+    A path keeps its end, which has the file's name.
+    """
     # The value may be anything, also an object of the user's class whose __repr__ raises.
     try:
         text = repr(value)
     except Exception:
         text = f"an unprintable {type(value).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."
+    if len(text) <= 80:
+        return text
+    if isinstance(value, PurePath) or (isinstance(value, str) and "/" in value):
+        return f"{text[:25]}...{text[-52:]}"
+    return text[:77] + "..."
 
 
 def warn_user(message: str) -> None:

@@ -54,8 +54,8 @@ class FinetuneInputs(Picker):
             # A frame compares by its cells: a data set is compared, and read, as one object.
             self._rows = open_rows(FIELD, resolve_source(FIELD, data))
             files.insert(0, self._rows_name)
-        self.weights = _create_combobox([EXAMPLE, *_list_model_folders()], "a folder, or org/name of the Hub")
-        self.data = _create_combobox(files, "a .jsonl, .csv, .parquet or .txt file")
+        self.weights = _create_combobox([EXAMPLE, *_list_model_folders()], "folder or Hub org/name")
+        self.data = _create_combobox(files, ".jsonl, .csv, …")
         self.data.value = self._rows_name or str(data)
         self.data.tooltip = (
             "Chats, questions and answers, or texts: a file, a folder of files, or a data set of the Hub"

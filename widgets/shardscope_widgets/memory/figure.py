@@ -19,6 +19,9 @@ GIB = 2**30
 ROW_PIXELS, STAGE_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 20, 2, 20
 LEFT_PIXELS, RIGHT_PIXELS = 96, 108
 TIMELINE_LABEL_PIXELS = 14
+NOTE_SHARE = 0.65
+"""Capacity, as a fraction of the axis, from which the note of an empty row has room left of its mark, even in
+a chart of 360 pixels."""
 TIMELINE_END = 0.98
 PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", TIMELINE_END))
 INK = "#7f8790"
@@ -257,11 +260,12 @@ def _build_total_label(row: Bar, widest: float) -> dict[str, object]:
     note = {"yref": "y", "y": row.key, "showarrow": False}
     if not row.components:
         capacity = row.capacity_bytes / GIB
+        # Beyond the capacity mark if that would cross the text: the right margin of an empty row is free.
+        is_beyond = capacity < NOTE_SHARE * widest
         return {
             **note,
-            # Next to the capacity mark if that would cross the text.
-            "x": capacity if capacity < 0.45 * widest else 0,
-            "xshift": 6 if capacity < 0.45 * widest else 0,
+            "x": capacity if is_beyond else 0,
+            "xshift": 6 if is_beyond else 0,
             "xref": "x",
             "xanchor": "left",
             "text": row.note,

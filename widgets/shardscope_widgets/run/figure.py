@@ -371,8 +371,11 @@ class RunFigure:
                 yaxis.range, yaxis.autorange = [0, 105], False
             elif panel.from_zero:
                 yaxis.range, yaxis.autorange = [0, self._find_axis_top(panel)], False
+            elif (level := _find_constant(lines)) is not None:
+                # plotly's own range is one up and one down: a constant rate of 0.001 would look like 0.
+                yaxis.range, yaxis.autorange = sorted((0, ROOM * level or 1)), False
             elif yaxis.range is not None:
-                # Another run's chart had this slot.
+                # Another run's chart had this slot, or its values were equal so far.
                 yaxis.range, yaxis.autorange = None, True
 
     def _extend_step_axis(self, step: float) -> None:
@@ -386,6 +389,12 @@ class RunFigure:
 def _find_last_step(total_steps: int | None) -> float:
     """Return the number of a run's last step, at least 1; infinity if it is not known."""
     return max(float(total_steps), 1.0) if total_steps else float("inf")
+
+
+def _find_constant(lines: Iterable[Line]) -> float | None:
+    """Return the value that all points of ``lines`` have; None if they differ or there is none."""
+    values = {value for line in lines for value in line.y if isfinite(value)}
+    return values.pop() if len(values) == 1 else None
 
 
 def _find_axes(layout: go.Layout, slot: int) -> tuple[go.layout.XAxis, go.layout.YAxis]:

@@ -12,6 +12,7 @@ from shardscope.records.follow import Follow
 from shardscope.records.nodes import RunNode
 from shardscope.runs.explain.memory_by_rank import RankMemory
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
+from shardscope.runs.watch.hang_reports import reports_hang
 from shardscope.runs.watch.pace import EVEN_EXCESS, SlowestNode, SlowestRank
 from shardscope_widgets.kit.display_names import describe_plan
 from shardscope_widgets.kit.numbers import Unit
@@ -32,6 +33,8 @@ STATUS_SIGNS = {
     "unknown": "?",
 }
 """A shape for each status, so that it does not depend on colour alone."""
+HANG_SIGN = "▲"
+"""The shape of a running run whose ranks make no progress."""
 STATUS_CLASSES = {
     "queued": "ss-living",
     "starting": "ss-living",
@@ -55,17 +58,20 @@ def render_status_sign(status: str, reason: str = "", place: str = "ss-row-statu
     CSS class: of a row of the list, or of the opened run.
     """
     known = status if status in STATUS_SIGNS else "unknown"
+    hangs = reports_hang(status, reason)
+    sign, colour = (HANG_SIGN, "ss-tight") if hangs else (STATUS_SIGNS[known], STATUS_CLASSES.get(known, ""))
     tooltip = f" title='{escape(reason, quote=True)}'" if reason else ""
     return (
-        f"<b class='{place} {STATUS_CLASSES.get(known, '')}' data-status='{known}'{tooltip}>"
-        f"<span class='ss-shape' aria-hidden='true'>{STATUS_SIGNS[known]}</span> {known}</b>"
+        f"<b class='{place} {colour}' data-status='{known}'{tooltip}>"
+        f"<span class='ss-shape' aria-hidden='true'>{sign}</span> {known}</b>"
     )
 
 
 def render_heading(run: ss.Run, status: str) -> str:
     """Return lines of fixed height: status and name, the reason, the plan that is trained.
 
-    A run that was started again has one more, about its attempts.
+    The reason of a failure or a hang may take several lines. A run that was started again has one line more,
+    about its attempts.
     """
     try:
         plan = describe_plan(run.plan)
@@ -73,12 +79,19 @@ def render_heading(run: ss.Run, status: str) -> str:
         plan = ""
     name, reason = escape(run.name, quote=True), escape(run.reason, quote=True)
     target = escape(run.target, quote=True)
+    sign = render_status_sign(status, run.reason, place="ss-status")
+    if reports_hang(status, run.reason):
+        line = "class='ss-hint ss-run-reason ss-tight' data-said='hang'"
+    elif status in ("failed", "lost"):
+        line = "class='ss-hint ss-run-reason'"
+    else:
+        line = "class='ss-hint ss-clipped'"
     where = f" <span class='ss-hint ss-run-target'>{target}</span>" if target else ""
     return (
-        f"<div class='ss-clipped' data-said='run'>{render_status_sign(status, place='ss-status')} "
+        f"<div class='ss-clipped' data-said='run'>{sign} "
         f"<span class='ss-run-name'>{name}</span>{where}</div>"
         # A no-break space keeps the height of an empty line: a reason that appears must not move the page.
-        f"<div class='ss-hint ss-clipped' title='{reason}'>{reason or '&nbsp;'}</div>"
+        f"<div {line} title='{reason}'>{reason or '&nbsp;'}</div>"
         f"{render_attempts(run.attempts)}"
         f"<div class='ss-hint ss-clipped ss-run-plan' title='{_strip_tags(plan)}'>{plan or '&nbsp;'}</div>"
     )

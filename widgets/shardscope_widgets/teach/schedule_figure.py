@@ -99,7 +99,8 @@ def create_schedule_figure() -> SteppedChart:
             "hovermode": "closest",
             "hoverlabel": {"align": "left"},
             "xaxis": {**axis, "anchor": "y"},
-            "xaxis2": {**axis, "anchor": "y2"},
+            # Level in a narrow chart too.
+            "xaxis2": {**axis, "anchor": "y2", "tickangle": 0},
             "yaxis": {**axis, "anchor": "x"},
             "yaxis2": {**axis, "anchor": "x2"},
         },
@@ -201,7 +202,7 @@ class _Drawing:
             "xaxis.ticktext": [text for _, text in ticks],
             "xaxis2.range": [0, self.memory_range / self.unit.num_bytes],
             "xaxis2.ticksuffix": f" {self.unit.name}",
-            "xaxis2.nticks": 6,
+            "xaxis2.nticks": 4,
             "yaxis.domain": [1 - half, 1],
             "yaxis2.domain": [0, half],
             **{f"{axis}.{name}": value for axis in ("yaxis", "yaxis2") for name, value in stages.items()},

@@ -52,7 +52,12 @@ def describe_differences(trace: Trace, other: Trace) -> str:
         if difference.field == "model":
             names = [name_model(plan.architecture) for plan in (trace.plan, other.plan)]
             is_other_model = True
+            if names[0] == names[1]:
+                counts = [plan.architecture.num_parameters for plan in (trace.plan, other.plan)]
+                names = [f"{names[0]} of {count:,} parameters" for count in counts]
             text = f"model {' → '.join(names)}"
+            if names[0] == names[1]:
+                text = "another model of the same name and size"
         elif difference.field == "GPUs":
             devices = [describe_devices(plan.cluster) for plan in (trace.plan, other.plan)]
             if devices[0] == devices[1]:

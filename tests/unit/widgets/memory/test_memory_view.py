@@ -29,7 +29,9 @@ from shardscope_widgets.kit.background_work import DurationEstimate, describe_du
 from shardscope_widgets.kit.pins import name_pins
 from shardscope_widgets.memory import fit_search, table
 from shardscope_widgets.memory import view as memory_view
+from shardscope_widgets.memory.figure import _build_total_label
 from shardscope_widgets.memory.repairs import describe_cost, name_changes
+from shardscope_widgets.memory.rows import Bar
 
 GIB = 2**30
 
@@ -66,6 +68,13 @@ def test_chart_reserves_a_row_for_every_tier() -> None:
         "not rehearsed yet",
         "plan not run yet",
     }
+
+
+@pytest.mark.parametrize(("share", "is_beyond"), [(0.6, True), (0.9, False)])
+def test_notes_of_empty_rows_do_not_cross_the_capacity(share: float, is_beyond: bool) -> None:
+    row = Bar("measured", "measured", {}, int(share * 100 * GIB), note="plan not run yet")
+    note = _build_total_label(row, 100.0)
+    assert note["x"] == (pytest.approx(share * 100) if is_beyond else 0)
 
 
 def test_rehearsal_is_shown_only_with_its_own_plan() -> None:

@@ -461,10 +461,22 @@ def test_a_chart_in_the_place_of_another_runs_has_an_axis_of_its_own() -> None:
     figure.add_records([make_record(step, tokens_per_second=3000.0) for step in range(10)])
     assert figure.widget.layout.yaxis2.range[1] > 3000
     figure.start_run(1, None, None, ["loss", "validation_loss"])
-    figure.add_records([make_record(step, validation_loss=1.5) for step in range(10)])
+    figure.add_records([make_record(step, validation_loss=1.5 - 0.1 * step) for step in range(10)])
     titles = [panel.title for panel in figure.panels]
     assert titles[:2] == ["loss", "validation loss"]
     assert figure.widget.layout.yaxis2.range is None and figure.widget.layout.yaxis2.autorange
+
+
+@pytest.mark.parametrize(("value", "least", "most"), [(0.001, 0, 0.00115), (-2.0, -2.3, 0), (0.0, 0, 1)])
+def test_a_constant_value_is_not_drawn_as_zero(value: float, least: float, most: float) -> None:
+    figure = RunFigure()
+    figure.start_run(1)
+    records = [{"step": step, "rank": 0, "time": 0.0, "temperature": value} for step in range(5)]
+    figure.add_records(records)
+    axis = figure.widget.layout.yaxis
+    assert axis.range == pytest.approx((least, most)) and axis.autorange is False
+    figure.add_records([{"step": 5, "rank": 0, "time": 0.0, "temperature": value + 1}])
+    assert axis.range is None and axis.autorange
 
 
 def test_the_step_axis_ends_with_steps_that_are_known_late() -> None:

@@ -271,6 +271,12 @@ def test_traces_of_different_models_are_compared_with_a_caution() -> None:
     text = describe_differences(trace, other)
     assert "model tiny → tiny gpt2-xl; 2 CPU ranks → 1 CPU rank." in text
     assert "Times of different models are of different work." in text
+    # A name says nothing where both models have it.
+    other.plan = replace(trace.plan, architecture=replace(trace.plan.architecture, num_hidden_layers=2))
+    first, second = (
+        f"tiny of {plan.architecture.num_parameters:,} parameters" for plan in (trace.plan, other.plan)
+    )
+    assert f"model {first} → {second}." in describe_differences(trace, other)
     other.plan, other.world_size = None, 4
     assert describe_differences(trace, other) == "This trace is of 2 ranks, the other of 4 ranks."
 

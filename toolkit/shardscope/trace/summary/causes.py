@@ -201,6 +201,9 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
     per_step = " a step" if trace.activity.has_steps else ""
     # Kernels of several streams or GPUs that run at a time add up to more than the time of compute.
     concurrent = ", added up over kernels that run at a time" if total > 1.05 * busy else ""
+    if not concurrent and compute[kind] > step_seconds and trace.activity.has_steps:
+        # A kernel counts wholly to the step that launched it.
+        concurrent = ", added up over kernels, some of which outlast the step"
     share_text = _format_share(trace, compute[kind], step_seconds) + concurrent
     text = (
         f"{title} {what} take most compute, {share_text}; "

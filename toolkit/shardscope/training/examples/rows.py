@@ -110,7 +110,8 @@ def resolve_source(field: str, source: object) -> object:
         nearby = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         similar = find_similar(path.name, nearby)
         fix = str(path.parent / similar) if similar else "the file's path"
-        refuse(field, str(source), f"{ALLOWED}: there is no such file", fix)
+        allowed = f"{ALLOWED}: there is no such file"
+        refuse(field, str(source), allowed, fix, problem="There is no such file")
     if not (_is_frame(source) or _is_dataset(source) or _is_list_of_rows(source)):
         is_dict = type(source).__name__ == "DatasetDict"
         refuse(

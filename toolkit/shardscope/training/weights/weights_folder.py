@@ -58,7 +58,8 @@ class WeightsFolder:
             refuse(field, value, allowed, "the folder's path")
         path = expand_home(value).absolute()
         if not path.is_dir():
-            refuse(field, str(value), f"{allowed}: there is no such folder", "the folder's path")
+            allowed += ": there is no such folder"
+            refuse(field, str(value), allowed, "the folder's path", problem="There is no such folder")
         folder = cls(path.resolve(), field)
         folder._check_listing(allowed)
         return folder
@@ -66,17 +67,24 @@ class WeightsFolder:
     def _check_listing(self, allowed: str) -> None:
         # Adapters alone have no config.json of their model.
         if (self.path / ADAPTER_CONFIG).exists() and not (self.path / CONFIG).exists():
-            refuse(self.field, str(self.path), f"{allowed}: these are adapters", "peft's merge_and_unload()")
+            allowed += ": these are adapters"
+            fix = "peft's merge_and_unload()"
+            refuse(
+                self.field, str(self.path), allowed, fix, problem="These are adapters, without their model"
+            )
         if not (self.path / CONFIG).exists():
-            refuse(self.field, str(self.path), f"{allowed}: it has no {CONFIG}", "the model's own folder")
+            allowed, problem = f"{allowed}: it has no {CONFIG}", f"This folder has no {CONFIG}"
+            refuse(self.field, str(self.path), allowed, "the model's own folder", problem=problem)
         # A broken link counts as present: resolve_file then explains it.
         if (self.path / ONE_FILE).is_symlink() or any((self.path / n).exists() for n in (ONE_FILE, INDEX)):
             return
         if any((self.path / name).exists() for name in PICKLES):
             allowed += ": this one has pickles, which run code when they are opened"
             fix = "model.save_pretrained(folder) by transformers, where these weights are trusted"
-            refuse(self.field, str(self.path), allowed, fix)
-        refuse(self.field, str(self.path), f"{allowed}: it has no weights", "the model's own folder")
+            problem = "The weights are pickles, which run code when they are opened"
+            refuse(self.field, str(self.path), allowed, fix, problem=problem)
+        allowed, problem = f"{allowed}: it has no weights", "This folder has no weights"
+        refuse(self.field, str(self.path), allowed, "the model's own folder", problem=problem)
 
     # ---- Contents
 

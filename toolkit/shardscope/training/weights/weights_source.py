@@ -34,7 +34,8 @@ def resolve_weights(value: object, field: str) -> Path:
         elif is_hub_name(value):
             value = _fetch_from_hub(value, field)
         elif (similar := find_similar(value, EXAMPLES)) is not None:
-            refuse(field, value, f"{ALLOWED}: there is no such folder", repr(similar))
+            allowed = f"{ALLOWED}: there is no such folder"
+            refuse(field, value, allowed, repr(similar), problem="There is no such folder")
     return WeightsFolder.open(value, field).path
 
 

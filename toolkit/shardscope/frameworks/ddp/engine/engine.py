@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shardscope.core.number_format import format_count
+from shardscope.core.number_format import format_count, format_kib
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.training.engine import BuildModel
 from shardscope.training.micro_batch_engine import MIXED_TYPES
@@ -75,7 +75,10 @@ class DdpEngine(TorchEngine):
     def describe_built(self, record: Mapping[str, object], where: str) -> str:
         buckets = record["bucket_bytes"]
         assert isinstance(buckets, list), "read_back() lists them"
-        size = f"{sum(buckets) / 2**20:.1f} MiB" + (" in all" if len(buckets) > 1 else "")
+        num_bytes = sum(buckets)
+        # Buckets of adapters may have a few KiB.
+        size = f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{format_kib(num_bytes)} KiB"
+        size += " in all" if len(buckets) > 1 else ""
         return (
             f"{DdpLayout.title}: {record['module']} over {format_count(self.plan.world_size, 'rank')} "
             f"{where}, {format_count(len(buckets), 'gradient bucket')} of {size}"
