@@ -80,8 +80,8 @@ class Watch:
             _wrap_method(Accelerator, "log", self._on_log),
             _wrap_method(AcceleratedOptimizer, "step", self._on_step),
             _wrap_method(DeepSpeedOptimizerWrapper, "step", self._on_step),
-            # ``torch.utils.checkpoint`` creates the first without reentrant backward (torch 2.10 to 2.14), and
-            # calls the second with it.
+            # ``torch.utils.checkpoint`` creates the first without reentrant backward (torch 2.10 to 2.14),
+            # and calls the second with it.
             _wrap_method(torch.utils.checkpoint._checkpoint_hook, "__init__", self._on_recompute),
             _wrap_method(torch.utils.checkpoint.CheckpointFunction, "forward", self._on_recompute),
         ]
