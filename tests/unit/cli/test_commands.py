@@ -542,3 +542,17 @@ def test_options_of_a_target_reach_launch(
     assert launched["retries"] == 2
     assert launched["on"] == target and launched["name"] == "x" and launched["outlive_kernel"] is True
     assert launched["task"] == ss.Pretrain(num_steps=3)
+
+
+@pytest.mark.parametrize(
+    "words, fix",
+    [
+        (["--layout", "zero", "3"], "stage=3"),
+        (["--layout", "ddp", "3"], "ddp alone, which has no fields"),
+        (["--task", "finetune", "data=rows.csv"], "--task finetune weights=VALUE"),
+        (["--task", "script"], "--task script source=VALUE"),
+    ],
+)
+def test_fixes_of_fields_are_fields_of_what_was_named(words: list[str], fix: str, tmp_path: Path) -> None:
+    start = ["launch", "--model", "2m", "--cluster", "1xcpu"]
+    assert f"Nearest fix: {fix}." in run(tmp_path, *start, *words, code=2)

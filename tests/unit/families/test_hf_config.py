@@ -366,6 +366,15 @@ def test_fault_36_unknown_model_type_raises_with_the_known_ones(bad: object) -> 
         Architecture.from_hf({**LLAMA, "model_type": bad})
 
 
+def test_a_family_of_another_name_is_found_by_its_class() -> None:
+    """Kimi K2: transformers does not know kimi_k2, so it cannot be rehearsed by that name either."""
+    config = {**LLAMA, "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    with pytest.raises(
+        ValueError, match=r"Nearest fix: from_hf\(\{\*\*config, 'model_type': 'deepseek_v3'\}"
+    ):
+        Architecture.from_hf(config)
+
+
 def test_multimodal_config_raises_with_text_config_as_fix() -> None:
     with pytest.raises(ValueError, match=r"wrapper.*from_hf\(config\['text_config'\]\)"):
         Architecture.from_hf({"model_type": "llava", "text_config": LLAMA})

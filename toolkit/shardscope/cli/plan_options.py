@@ -32,6 +32,13 @@ PLAN_FILE = "plan.json"
 FIELDS_METAVAR = "FIELD=VALUE"
 FIELD_EXAMPLES = {"--recipe": "seq_len=4096", "--layout": "tp=2", "--task": "num_steps=100"}
 """Option -> one of its fields, for errors of words that are none."""
+LAYOUT_EXAMPLES = {"ddp": "ddp alone, which has no fields", "zero": "stage=3"}
+"""Framework -> the fix of the same errors, if it is another one."""
+REQUIRED_FIELDS = {
+    "weights": ("the folder of a Hugging Face model, a Hub id, or the name of an example model", "VALUE"),
+    "source": ("the path of your script", "VALUE"),
+}
+"""Field of a task without a default -> what it may be, and a word for it, for errors of tasks without it."""
 
 
 def add_plan_options(parser: argparse.ArgumentParser, *, with_layout: bool = True) -> None:
@@ -68,7 +75,7 @@ def read_plan(options: argparse.Namespace) -> Plan:
     architecture, cluster, recipe = read_parts(options, stored)
     if options.layout:
         name, *fields = options.layout
-        layout = build_layout("--layout", name, **parse_fields("--layout", fields))
+        layout = build_layout("--layout", name, **parse_fields("--layout", fields, LAYOUT_EXAMPLES.get(name)))
     else:
         layout = stored.layout if stored else ss.Layout.fsdp2()
     return ss.Plan(architecture, cluster, recipe, layout)
@@ -121,13 +128,16 @@ def find_architecture(name: str) -> Architecture:
         refuse("--model", name, allowed, similar or "llama-3.1-8b")
 
 
-def parse_fields(option: str, words: Sequence[str]) -> dict[str, object]:
-    """Return ``["tp=2", "offload=cpu"]`` as a mapping. Raises ``ValueError`` for other words."""
+def parse_fields(option: str, words: Sequence[str], example: str | None = None) -> dict[str, object]:
+    """Return ``["tp=2", "offload=cpu"]`` as a mapping.
+
+    Raises ``ValueError`` for other words, with ``example`` as the fix, or else the option's.
+    """
     fields: dict[str, object] = {}
     for word in words:
         name, separator, text = word.partition("=")
         if not separator or not name.isidentifier():
-            fix = f"{name}=..." if name.isidentifier() else FIELD_EXAMPLES[option]
+            fix = f"{name}=..." if name.isidentifier() else example or FIELD_EXAMPLES[option]
             refuse(option, word, FIELDS_METAVAR, fix)
         if name in fields:
             refuse(option, word, f"each field once; {name} is there twice", f"leave {word} out")
@@ -165,7 +175,8 @@ def build_task(words: Sequence[str]) -> Callable[[Context], object]:
     for field in known:
         has_default = not (field.default is field.default_factory is dataclasses.MISSING)
         if field.name not in fields and not has_default:
-            refuse(f"{kind.__name__}.{field.name}", None, "a value", f"--task {name} {field.name}=VALUE")
+            allowed, example = REQUIRED_FIELDS[field.name]
+            refuse(f"{kind.__name__}.{field.name}", None, allowed, f"--task {name} {field.name}={example}")
     task: Callable[[Context], object] = kind(**fields)
     return task
 

@@ -169,6 +169,9 @@ def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
             f"its language model alone, from_hf(config[{key!r}]{')' if model_type in FAMILIES else condition}"
         )
         refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
+    if same := _find_family_of_class(data):
+        fix = f"from_hf({{**config, 'model_type': {same!r}}}), whose class its architectures name"
+        refuse("config.json model_type", family, f"known architectures: {known}", fix)
     # Derived families begin like their origin, and typing errors are rarely
     # at the start: "mamba" is no "llama".
     start = str(family).lower()[:2]
@@ -179,6 +182,20 @@ def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
         "causal language model of transformers that has attention heads"
     )
     refuse("config.json model_type", family, f"known architectures: {known}", fix)
+
+
+def _find_family_of_class(data: Mapping[str, object]) -> str | None:
+    """Return the family whose class ``architectures`` names, as Kimi K2's DeepseekV3ForCausalLM; None: none.
+
+    Such a model has code of its own on the Hub only for its ``model_type``, which transformers does not know,
+    so that it cannot be rehearsed by that name either.
+    """
+    names = data.get("architectures")
+    for name in names if isinstance(names, list | tuple) else ():
+        for family in FAMILIES:
+            if name == f"{family.removesuffix('_text').title().replace('_', '')}ForCausalLM":
+                return family
+    return None
 
 
 def _refuse_other_model(data: Mapping[str, object], family: str) -> NoReturn:

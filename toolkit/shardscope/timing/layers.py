@@ -151,15 +151,12 @@ class LayerWork:
         merged, merged_back = self._compute_merge()
         elementwise, elementwise_back = elementwise + merged, elementwise_back + merged_back
         # Short kernels leave the GPU waiting for the host, forward and backward each for their own.
-        passes, eager = self.passes, is_eager(arch, self.modules)
         own_forward, own_backward = self.overlap.kernels
+        modules_forward, modules_backward = self._count_module_kernels(moe)
         num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
         running = Operators(matrices + adapters + dora_products, attention, elementwise)
-        num_kernels = (
-            passes.kernels_forward
-            + eager * passes.kernels_eager_forward
-            + moe * passes.kernels_experts_forward
-            + num_adapters * (_ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0])
+        num_kernels = modules_forward + num_adapters * (
+            _ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0]
         )
         calls = self.rates.get_checkpoint_calls(recipe.recompute, self.modules.kernels)
         # Every ``recompute_interval``-th layer is recomputed: this one stands for their mean.
@@ -172,12 +169,7 @@ class LayerWork:
         backward = self._add_launch_time(
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
             slower_back
-            * (
-                passes.kernels_backward
-                + eager * passes.kernels_eager_backward
-                + moe * passes.kernels_experts_backward
-                + num_adapters * (_ADAPTER_KERNELS[1] + recipe.use_dora * _DORA_KERNELS[1])
-            )
+            * (modules_backward + num_adapters * (_ADAPTER_KERNELS[1] + recipe.use_dora * _DORA_KERNELS[1]))
             + own_backward,
         )
         both = Operators(
@@ -188,6 +180,34 @@ class LayerWork:
         )
         recomputation = self._compute_recomputation(products, running, calls.repeated * num_kernels)
         return LayerSeconds(both, forward.seconds, forward.attention, forward.waiting, recomputation, saved)
+
+    def _count_module_kernels(self, moe: bool) -> tuple[float, float]:
+        """Return how many kernels a layer's modules start, forward and backward."""
+        arch, passes = self.arch, self.passes
+        latent, experts = arch.latent_attention, arch.mixture_of_experts
+        # The layer that was counted has two RMSNorms. A query rank has one too; LayerNorms are one kernel.
+        norms = 2 * arch.qk_norm + (latent is not None and latent.q_lora_rank is not None)
+        if arch.norm == "rmsnorm":
+            norms += max(0, arch.norms_per_layer - 2)
+        eager = is_eager(arch, self.modules)
+        shared = moe and experts is not None and experts.shared_expert_intermediate_size > 0
+        forward = (
+            passes.kernels_forward
+            + eager * passes.kernels_eager_forward
+            + norms * passes.kernels_norm_forward
+            + (latent is not None) * passes.kernels_latent_forward
+            + moe * passes.kernels_experts_forward
+            + shared * passes.kernels_shared_forward
+        )
+        backward = (
+            passes.kernels_backward
+            + eager * passes.kernels_eager_backward
+            + norms * passes.kernels_norm_backward
+            + (latent is not None) * passes.kernels_latent_backward
+            + moe * passes.kernels_experts_backward
+            + shared * passes.kernels_shared_backward
+        )
+        return forward, backward
 
     def _compute_matmuls(self, moe: bool, products: LayerProducts) -> float:
         if self.modules.kernels == "megatron":

@@ -82,6 +82,15 @@ class Passes(NamedTuple):
     kernels_eager_forward: float
     """Kernels that eager attention adds to a layer's forward."""
     kernels_eager_backward: float
+    kernels_norm_forward: float
+    """Kernels of each norm beyond a layer's two: of queries, of keys, of an output."""
+    kernels_norm_backward: float
+    kernels_latent_forward: float
+    """Kernels that latent attention without a query rank adds to a layer's forward, its norm included."""
+    kernels_latent_backward: float
+    kernels_shared_forward: float
+    """Kernels of a shared expert."""
+    kernels_shared_backward: float
     kernels_ends_forward: float
     """Kernels of embedding, final norm, head and loss."""
     kernels_ends_backward: float

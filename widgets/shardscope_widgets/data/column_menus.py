@@ -71,12 +71,18 @@ class ColumnMenus(widgets.VBox):
             menu.observe(self._follow_menu, "value")
         self.hide()
 
-    def offer(self, names: Sequence[str]) -> None:
-        """Show the menus for these columns, the first ones of texts chosen; nothing is applied yet."""
+    def offer(self, names: Sequence[str], chat_column: str | None = None) -> None:
+        """Show the menus for these columns; nothing is applied yet.
+
+        The column of conversations is chosen, or else the first ones of texts.
+        """
         if tuple(names) != self._names:
             self._names, self.columns = tuple(names), None
-            self.format.value = "text" if len(list_text_columns(names)) == 1 else "prompt-completion"
+            of_texts: FormatName = "text" if len(list_text_columns(names)) == 1 else "prompt-completion"
+            self.format.value = "messages" if chat_column else of_texts
             self._show_roles()
+            if chat_column:
+                self.menus[0].value = chat_column
         self.remove_class("ss-off")
 
     def hide(self) -> None:

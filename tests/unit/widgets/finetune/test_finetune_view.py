@@ -16,6 +16,7 @@ from tests.weights_folders import write_chat_folder
 
 import shardscope as ss
 from shardscope.runs.launch.free_memory import TooLittleFreeError
+from shardscope.training.examples.formats import recognize_format
 from shardscope_widgets import FinetuneView
 from shardscope_widgets.data.column_menus import ColumnMenus
 from shardscope_widgets.finetune.upload import MAX_BYTES, list_data_files, store_file
@@ -200,7 +201,18 @@ def test_menus_offer_one_column_besides_numbers_of_rows_as_the_text() -> None:
     menus.offer(["id", "Frage", "Antwort"])
     assert menus.format.value == "prompt-completion"
     assert (menus.menus[0].value, menus.menus[1].value) == ("Frage", "Antwort")
+    menus.offer(["id", "conv", "src"], "conv")
+    assert (menus.format.value, menus.menus[0].value) == ("messages", "conv")
     menus.close()
+
+
+def test_a_column_of_conversations_is_suggested_as_messages() -> None:
+    chat = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    with pytest.raises(ValueError) as error:
+        recognize_format(
+            "Finetune.data", ["id", "src", "conv"], read_row=lambda: {"id": 1, "src": "a", "conv": chat}
+        )
+    assert 'Nearest fix: columns={"messages": "conv"}' in str(error.value)
 
 
 def press(browser: Any, label: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -82,14 +82,19 @@ class ExampleError(ValueError):
 class UnknownColumnsError(FieldError):
     """Data whose columns fit no known format, so that a mapping has to be chosen."""
 
-    def __init__(self, field: str, column_names: Sequence[str]) -> None:
+    def __init__(
+        self, field: str, column_names: Sequence[str], read_row: Callable[[], Mapping[str, object]] | None
+    ) -> None:
+        chats = _find_chat_column(column_names, read_row)
         super().__init__(
             field,
             f"data with the columns {', '.join(column_names)}",
             f"columns of a known format ({_list_formats()}), or a mapping to them",
-            _suggest_mapping(column_names),
+            f'columns={{"messages": "{chats}"}}' if chats else _suggest_mapping(column_names),
         )
         self.column_names = tuple(column_names)
+        self.chat_column = chats
+        """The column whose cells are conversations; None: there is none."""
 
 
 Message: TypeAlias = dict[str, str]
@@ -136,18 +141,23 @@ class Example:
 
 
 def recognize_format(
-    field: str, column_names: Sequence[str], columns: Mapping[str, str] | None = None
+    field: str,
+    column_names: Sequence[str],
+    columns: Mapping[str, str] | None = None,
+    *,
+    read_row: Callable[[], Mapping[str, object]] | None = None,
 ) -> Format:
     """Return the format of a data source with these columns.
 
     ``columns`` maps roles to columns where names alone do not tell: {"prompt": "q", "completion": "a"}.
+    ``read_row`` returns a row, read if no format fits, to see which column has conversations.
     Raises ``ValueError`` naming ``field``'s columns, what is known, and the nearest mapping.
     """
     if columns is not None:
         return _map_columns(field, column_names, columns)
     format = next((format for name in ROLES if (format := _match_names(name, column_names))), None)
     if format is None:
-        raise UnknownColumnsError(field, column_names)
+        raise UnknownColumnsError(field, column_names, read_row)
     return format
 
 
@@ -177,6 +187,24 @@ def list_text_columns(column_names: Sequence[str]) -> list[str]:
     """
     names = [name for name in column_names if not NUMBER_NAME.fullmatch(name.strip())]
     return names or list(column_names)
+
+
+def _find_chat_column(
+    column_names: Sequence[str], read_row: Callable[[], Mapping[str, object]] | None
+) -> str | None:
+    """Return the first column whose cell in that row is a conversation; None: there is none."""
+    try:
+        row = read_row() if read_row else {}
+    except (ValueError, LookupError):
+        # No rows, or a malformed first one: the columns are the error to report.
+        return None
+    for name in column_names:
+        try:
+            _read_list(row.get(name), name)
+        except ValueError:
+            continue
+        return name
+    return None
 
 
 def _suggest_mapping(column_names: Sequence[str]) -> str:

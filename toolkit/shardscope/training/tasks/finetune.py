@@ -248,7 +248,13 @@ class Finetune(TextTask):
         """
         if self.plain_text is not None:
             return replace(self, objective="sft")
-        format = recognize_format(self._field("data"), self._rows.open().column_names, self.columns)
+        rows = self._rows.open()
+        format = recognize_format(
+            self._field("data"),
+            rows.column_names,
+            self.columns,
+            read_row=lambda: rows[0],
+        )
         return replace(self, objective="dpo" if format.name == "preference" else "sft")
 
     @property
