@@ -66,7 +66,8 @@ def run_script(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     # The script imports the files beside it: this folder's, not those of the plan before.
-    sys.modules.pop("megatron_model", None)
+    for module in ("megatron_model", "checkpoints"):
+        sys.modules.pop(module, None)
     sys.path.insert(0, str(folder))
     spec.loader.exec_module(script)
     sys.path.remove(str(folder))

@@ -233,6 +233,12 @@ def test_torch_accepts_the_exported_fully_shard_arguments(name: str) -> None:
     assert policy.reduce_dtype is torch.float32
     if record["CPUOffloadPolicy"]:
         assert CPUOffloadPolicy(**record["CPUOffloadPolicy"]).pin_memory is True
+    # Over ranks of cp parameters are sharded and gradients reduced too.
+    mesh = {
+        "fsdp2": "mesh['shard']",
+        "hsdp": "mesh['replicate', 'shard', 'cp'], with 'shard' and 'cp' flattened to one axis",
+    }
+    assert record["fully_shard"]["mesh"] == mesh[name]
     product = 1
     for size in record["init_device_mesh"]["mesh_shape"]:
         product *= size

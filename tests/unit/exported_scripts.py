@@ -20,6 +20,7 @@ def import_script(framework: str) -> ModuleType:
     # A script imports the files beside it, from the folder in which it is started.
     folder = str(Path(ss.__file__).parent / "frameworks" / framework / "files")
     sys.path.append(folder)
+    sys.modules.pop("checkpoints", None)  # another framework's
     try:
         return importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
     finally:

@@ -203,6 +203,15 @@ def test_the_ray_command_submits_the_folder_and_the_ranks_environment(tmp_path: 
     compile((tmp_path / "ray_nodes.py").read_text(), "ray_nodes.py", "exec")
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs_name_where_their_results_are_kept(name: str) -> None:
+    """Folders of pods, of SkyPilot's machines and of Ray's jobs are deleted, with checkpoints in them."""
+    text = {file.name: file.text for file in list_files(build_plan(LAYOUTS["fsdp2"]))}[name]
+    comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    assert "results have to go to storage that all nodes share" in comment
+    assert "delete" in comment
+
+
 def test_a_plan_without_train_py_has_no_jobs_for_it(tmp_path: Path) -> None:
     build_plan(ss.Layout.fsdp2(tp=2)).export(tmp_path)
     assert not {path.name for path in tmp_path.iterdir()} & {*JOBS, "train.py", "ray_nodes.py"}

@@ -350,21 +350,26 @@ OWN_FILES = {
     "megatron": ss.Layout.megatron(tp=2),
 }
 """For each framework, a layout that its train.py supports."""
-IMPORTED = {"torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "megatron", "megatron_model"}
+IMPORTED = {"torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "megatron"}
+BESIDE = {"megatron_model", "checkpoints"}
+"""Files of the export that ``train.py`` imports."""
 
 
 SCRIPTS = [*((framework, "train.py") for framework in OWN_FILES), ("megatron", "megatron_model.py")]
+CHECKPOINTS = [(framework, "checkpoints.py") for framework in ("ddp", "fsdp2", "deepspeed")]
 
 
-@pytest.mark.parametrize(("framework", "name"), SCRIPTS)
+@pytest.mark.parametrize(("framework", "name"), [*SCRIPTS, *CHECKPOINTS])
 def test_train_py_is_copied_and_imports_no_shardscope(framework: str, name: str) -> None:
     text = (Path(ss.__file__).parent / "frameworks" / framework / "files" / name).read_text()
     assert render_texts(build_small_plan(OWN_FILES[framework], "8xh100-sxm-80gb"))[name] == text
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {getattr(node, "module", None) or node.names[0].name for node in nodes}
     others = {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names)
-    assert others <= IMPORTED
-    assert 150 <= len(text.splitlines()) <= 300
+    assert others <= IMPORTED | BESIDE
+    files = render_texts(build_small_plan(OWN_FILES[framework], "8xh100-sxm-80gb"))
+    assert all(f"{module}.py" in files for module in others & BESIDE)
+    assert (50 if name == "checkpoints.py" else 150) <= len(text.splitlines()) <= 300
 
 
 @pytest.mark.parametrize("framework", FAMILIES)
@@ -381,6 +386,21 @@ def test_train_py_ends_before_training_if_it_cannot_save(
     # Megatron-core's layouts have this degree.
     monkeypatch.setattr(script, "read_plan", add_tensor_parallel(script.read_plan))
     with pytest.raises(FileExistsError):
+        script.main()
+
+
+@pytest.mark.parametrize("framework", FAMILIES)
+def test_train_py_without_torchrun_ends_with_the_plans_ranks(
+    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = import_script(framework)
+    build_small_plan(ss.Layout.ddp()).export(tmp_path)
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(script, "read_plan", add_tensor_parallel(script.read_plan))
+    with pytest.raises(SystemExit, match=r"the plan has 2 ranks, and 1 were started: see FILES\.md"):
         script.main()
 
 
@@ -471,6 +491,17 @@ def test_files_md_gives_the_reason_for_each_missing_file() -> None:
         ),
         f"{neither}Recipe.kernels is 'liger'": build_small_plan(
             ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"
+        ),
+        f"{neither}Recipe.quantization is 'nf4', and train.py supports None; Recipe.optimizer is "
+        "'paged_adamw_8bit', which the engine does not train.": build_small_plan(
+            ss.Layout.ddp(),
+            "8xh100-sxm-80gb",
+            method="lora",
+            quantization="nf4",
+            optimizer="paged_adamw_8bit",
+        ),
+        f"{only}Recipe.quantization is 'nf4'": build_small_plan(
+            ss.Layout.ddp(), "8xh100-sxm-80gb", method="lora", quantization="nf4"
         ),
         f"{only}Recipe.loss is 'chunked'": build_small_plan(
             ss.Layout.ddp(), "8xh100-sxm-80gb", loss="chunked"

@@ -12,7 +12,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.machine.host import find_memory_limit
-from shardscope.records.folder import RunFolder
+from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, read_json, write_json
 from shardscope.runs.explain.failure import find_failures
 from shardscope.runs.explain.failure_report import explain_failures
@@ -378,3 +378,24 @@ def test_a_crash_after_the_task_returned_is_reported_as_such(
         return
     (reason,) = reasons
     assert reason.startswith(f"rank 1 {words}") and reason.endswith("after its task had returned")
+
+
+def test_failures_on_several_nodes_name_the_node(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, make_plan(ss.Layout.ddp()), trains_the_plan=True, num_nodes=2, world_size=4)
+    for number, name in enumerate(("gpu-03", "gpu-07")):
+        node = NodeFolder(folder.path, number, 2)
+        (folder.path / "nodes").mkdir(exist_ok=True)
+        node.create_own()
+        write_json(node.node_json, {"name": name})
+    killed = NodeFolder(folder.path, 1, 2)
+    append_line(killed.exits, {"time": 2.0, "rank": 3, "code": -9})
+    lost = {"time": 3.0, "summary": "raised DistBackendError: x", "traceback": "...", "peer_lost": True}
+    write_json(folder.error(0), lost)
+    report = explain_failures(find_failures(folder, 4), read_json(folder.run_json) or {})
+    assert report.reason == "rank 3 on node 1 (gpu-07) was killed by SIGKILL"
+    assert report.text.startswith(f"{report.reason}.\n") and "rank 0 on node 0 (gpu-03) raised" in report.text
+    summary = "raised OutOfMemoryError: CUDA out of memory. Tried to allocate 2.10 GiB."
+    first = {"time": 1.0, "summary": summary, "traceback": f"Traceback ...\n{TORCH_2_5}", "peer_lost": False}
+    write_json(folder.error(2), first)
+    report = explain_failures(find_failures(folder, 4), read_json(folder.run_json) or {})
+    assert report.reason.startswith("rank 2 on node 1 (gpu-07) ran out of GPU memory: ")

@@ -131,6 +131,7 @@ def _render_train_job(
         plan,
         "It needs Kubeflow Trainer 2.2 or newer, with its runtime torch-distributed, and a ConfigMap "
         f"{name} of the files. args are options of {files[0]}.",
+        _describe_storage("The pods and their disks are deleted"),
     )
     create = " ".join(f"--from-file={file}" for file in files)
     return Exported(
@@ -169,7 +170,9 @@ def _render_sky_task(
         "run": f"torchrun {arguments} {script} $OPTIONS\n",
     }
     header = render_header(
-        plan, f"SkyPilot's GPU names do not tell SXM from PCIe. OPTIONS are those of {script}."
+        plan,
+        f"SkyPilot's GPU names do not tell SXM from PCIe. OPTIONS are those of {script}.",
+        _describe_storage("Each machine has a disk of its own, and sky down deletes it"),
     )
     return Exported(
         name=SKY_FILE,
@@ -189,6 +192,7 @@ def _render_ray_job(
         plan,
         "RAY_ADDRESS is the cluster's dashboard, such as http://127.0.0.1:8265. Ray uploads this folder. "
         f"The Python of its nodes needs {', '.join(packages)}.",
+        _describe_storage("The job runs in copies of it, which Ray deletes"),
     )
     text = "#!/usr/bin/env bash\n" + header + 'set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")"\n'
     submit = f'exec ray job submit --working-dir .{options} -- python {RAY_PROGRAM} {script} "$@"\n'
@@ -206,6 +210,11 @@ def _render_ray_job(
             text=program.read_text(encoding="utf-8"),
         ),
     ]
+
+
+def _describe_storage(why: str) -> str:
+    """Return as a comment where the job's program has to write."""
+    return f"{why}: results have to go to storage that all nodes share, in options as an absolute path."
 
 
 def _render_install(packages: Sequence[str]) -> str:

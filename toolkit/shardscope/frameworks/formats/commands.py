@@ -30,6 +30,7 @@ INHERIT_CPUS = """\
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 """
 """Line of a job for CPU ranks; a GPU job has the whole node."""
+RELATIVE_PATHS = "Relative paths in its options start at this folder, wherever it is called."
 SHARE_NODES = (
     "The job gets whole nodes. To share them, replace --exclusive and --mem=0 by --cpus-per-task and --mem, "
     "and pass --cpus-per-task to srun too."
@@ -44,17 +45,24 @@ def render_commands(plan: Plan, program: str, *, needs: str = "", environment: s
     return [
         Exported(
             name="torchrun.sh",
-            what=f"starts {plan.world_size} ranks"
-            + (", once on each node" if plan.cluster.num_nodes > 1 else ""),
+            what=_describe_start(plan),
             text=_render_torchrun(plan, program, needs, environment),
             is_command=True,
         ),
         Exported(
             name="job.sbatch",
-            what="the same under Slurm",
+            what=f"starts all {plan.world_size} ranks as a job of Slurm",
             text=_render_sbatch(plan, program, needs, environment),
         ),
     ]
+
+
+def _describe_start(plan: Plan) -> str:
+    """Return what ``torchrun.sh`` starts."""
+    nodes, per_node = plan.cluster.num_nodes, plan.cluster.gpus_per_node
+    if nodes == 1:
+        return f"starts {plan.world_size} ranks"
+    return f"starts this node's {per_node} of {plan.world_size} ranks, when run on each of the {nodes} nodes"
 
 
 def add_commands(
@@ -117,7 +125,7 @@ def _render_torchrun(plan: Plan, program: str, needs: str, environment: str) -> 
         if nodes > 1
         else ""
     )
-    sentences = [sentence for sentence in (each_node, needs) if sentence]
+    sentences = [sentence for sentence in (each_node, needs, RELATIVE_PATHS) if sentence]
     return (
         SHELL
         + render_header(plan, *sentences)

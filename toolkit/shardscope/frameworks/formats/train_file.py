@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SCRIPT_FILE = "train.py"
 MODEL_FILE = "config.json"
+CHECKPOINTS_FILE = "checkpoints.py"
+"""Module that ``train.py`` imports, of frameworks whose ``train.py`` can continue after a failure."""
 ATTENTION = {"flash": "flash_attention_2", "eager": "eager", "sdpa": "sdpa"}
 """``Recipe.attention`` as transformers' ``attn_implementation``."""
 METADATA = frozenset(
@@ -56,19 +58,27 @@ def why_no_train_file(plan: Plan, trained: TrainedValues) -> str | None:
         value = effective[field] if field in effective else getattr(getattr(plan, noun.lower()), name)
         if value not in values:
             listed = " or ".join(map(repr, values))
-            return f"{_name_trainers(plan)}: {field} is {value!r}, and {SCRIPT_FILE} supports {listed}."
+            why = f"{field} is {value!r}, and {SCRIPT_FILE} supports {listed}"
+            refused = _find_refused_field(plan)
+            if refused is None:
+                return f"Only Shardscope's engine trains this: {why}."
+            if refused != field:
+                # The engine may train the field that comes first here, such as a quantized base.
+                _, _, name = refused.partition(".")
+                why += f"; {refused} is {getattr(plan.recipe, name, None)!r}, which the engine does not train"
+            return f"Neither {SCRIPT_FILE} nor Shardscope's engine trains this: {why}."
     return None
 
 
-def _name_trainers(plan: Plan) -> str:
-    """Return which of Shardscope's programs trains a plan for which there is no ``train.py``."""
+def _find_refused_field(plan: Plan) -> str | None:
+    """Return the field of the recipe that Shardscope's engine does not train, or None."""
     try:
         frameworks[plan.layout.framework].limits().check_plan(plan)
     except FieldError as refusal:
         # Other fields may be refused because this machine lacks a package, which the plan's machine may have.
         if refusal.field.startswith("Recipe."):
-            return f"Neither {SCRIPT_FILE} nor Shardscope's engine trains this"
-    return "Only Shardscope's engine trains this"
+            return refusal.field
+    return None
 
 
 def render_train_files(plan: Plan, trained: TrainedValues) -> list[Exported | Absent]:
@@ -83,11 +93,20 @@ def render_train_files(plan: Plan, trained: TrainedValues) -> list[Exported | Ab
         why = f'The model config needs transformers: pip install "shardscope[train]" ({missing}).'
         return [Absent(name=SCRIPT_FILE, why=why)]
     folder = resources.files(f"shardscope.frameworks.{plan.layout.framework}.files")
+    what = "trains the plan with its framework and transformers, without Shardscope"
+    checkpoints = folder / CHECKPOINTS_FILE
+    if checkpoints.is_file():
+        resume = f"{what}; with --checkpoints FOLDER the same command continues after a failure"
+        scripts = [
+            (SCRIPT_FILE, resume, folder / SCRIPT_FILE),
+            (CHECKPOINTS_FILE, f"the checkpoints of {SCRIPT_FILE}, which imports it", checkpoints),
+        ]
+    else:
+        scripts = [(SCRIPT_FILE, f"{what} and without checkpoints", folder / SCRIPT_FILE)]
     return [
-        Exported(
-            name=SCRIPT_FILE,
-            what="trains the plan with its framework and transformers, without Shardscope",
-            text=(folder / SCRIPT_FILE).read_text(encoding="utf-8"),
+        *(
+            Exported(name=name, what=what, text=source.read_text(encoding="utf-8"))
+            for name, what, source in scripts
         ),
         Exported(
             name=MODEL_FILE,

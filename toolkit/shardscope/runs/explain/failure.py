@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,6 +77,8 @@ class Failure:
     """Whether it looks like a consequence of another rank's failure."""
     is_unexplained: bool = False
     """Whether its exit code is unknown: torch elastic, which ends the other ranks, reaped it first."""
+    where: str = ""
+    """The rank's node, in a run on several nodes, to follow its name: `` on node 1 (gpu-07)``."""
 
 
 def find_first_failure(folder: RunFolder, world_size: int) -> Failure | None:
@@ -96,7 +98,29 @@ def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
             failures.append(_read_death(folder, record))
     failures += [_read_launcher_failure(part, offsets) for part in _list_parts(folder)]
     known = [failure for failure in failures if failure is not None]
-    return sorted(known, key=lambda failure: (failure.is_consequence, failure.time))
+    located = _add_nodes(folder, world_size, known)
+    return sorted(located, key=lambda failure: (failure.is_consequence, failure.time))
+
+
+def _add_nodes(folder: RunFolder, world_size: int, failures: Sequence[Failure]) -> list[Failure]:
+    """Return ``failures`` whose reasons name the rank's node too; unchanged in a run on one machine."""
+    num_nodes = (read_json(folder.run_json) or {}).get("num_nodes") if folder.has_nodes else 1
+    if not is_int(num_nodes) or not 1 < num_nodes <= world_size:
+        return list(failures)
+    located = []
+    for failure in failures:
+        if failure.rank is None:
+            located.append(failure)
+            continue
+        node = failure.rank // (world_size // num_nodes)
+        where = f" on {NodeFolder(folder.path, node, num_nodes, folder.attempt).title}"
+        name = f"rank {failure.rank}"
+        reason, text = (
+            f"{name}{where}{line.removeprefix(name)}" if line.startswith(name) else line
+            for line in (failure.reason, failure.text)
+        )
+        located.append(replace(failure, reason=reason, text=text, where=where))
+    return located
 
 
 def describe_exit(code: int | None, *, on_full_disk: bool = False) -> str:

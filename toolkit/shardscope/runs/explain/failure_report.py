@@ -50,7 +50,7 @@ def explain_failures(
             kill = "" if host is None else host.describe_kill(first.rank)
             numbers = "; ".join(filter(None, (kill, numbers if is_memory else "")))
             fix = fix if is_memory else ""
-        who = "the launcher" if first.rank is None else f"rank {first.rank}"
+        who = "the launcher" if first.rank is None else f"rank {first.rank}{first.where}"
         reason = first.reason if was_killed else f"{who} ran out of {shortage.memory_kind}"
         reason = f"{reason}: {numbers}" if numbers else reason
         paragraphs += [f"{reason}.", fix]

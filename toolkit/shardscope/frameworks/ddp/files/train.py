@@ -1,10 +1,10 @@
 """Train a language model with PyTorch's DistributedDataParallel (DDP): a whole replica on every rank.
 
-    torchrun --nproc-per-node 8 train.py --text corpus.txt
+    ./torchrun.sh --text corpus.txt --checkpoints checkpoints --save trained
 
-Shardscope's ``plan.export(folder)`` wrote this file and the two that it reads: ``plan.json`` (batch,
-precision, recomputation, LoRA) and ``config.json`` (the model's transformers config). It imports torch,
-transformers and tokenizers, and peft for LoRA, and nothing of Shardscope.
+Shardscope's ``plan.export(folder)`` wrote this file, ``checkpoints.py``, which it imports, and the two that
+it reads: ``plan.json`` (batch, precision, recomputation, LoRA) and ``config.json`` (the model's transformers
+config). It imports torch, transformers and tokenizers, and peft for LoRA, and nothing of Shardscope.
 
 Every rank builds the same model and trains it on other sequences. Before each optimizer step the gradients
 are averaged over all ranks, so replicas stay equal. DDP all-reduces them in buckets, overlapped with the rest
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 import torch.distributed as dist
+from checkpoints import Checkpoints, add_options
 from tokenizers import Tokenizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
@@ -62,6 +63,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
     parser.add_argument("--save", help="a folder for the trained weights, as transformers or peft opens it")
+    add_options(parser)
     return parser.parse_args()
 
 
@@ -235,9 +237,9 @@ def main() -> None:
     planned = cluster.gpus_per_node * cluster.num_nodes
 
     # Connect the ranks. torchrun and accelerate launch set these environment variables.
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != planned:
-        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
+        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started: see FILES.md")
     if options.save and rank == 0:
         Path(options.save).mkdir(parents=True, exist_ok=True)  # fails now, not after the training
     on_gpu = cluster.gpu.vendor != "cpu"
@@ -258,6 +260,7 @@ def main() -> None:
     optimizer = build_optimizer(model, recipe.optimizer)
     compute = MIXED.get(recipe.precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=compute == torch.float16)
+    checkpoints = Checkpoints(options, model, optimizer, scaler)
 
     # Each rank trains on its own part of every batch, and has its own dropout masks.
     seq_len, tokenizer = recipe.seq_len, options.tokenizer or options.model
@@ -265,11 +268,10 @@ def main() -> None:
     rows = recipe.global_batch_size // world_size
     torch.manual_seed(1 + rank)
 
-    # Train.
     usual = choose_peak_rate(base.num_parameters(), options.model, has_adapters)
     peak = usual if options.learning_rate is None else options.learning_rate
     warmup = math.ceil(0.03 * options.steps) if options.warmup_steps is None else options.warmup_steps
-    for step in range(options.steps):
+    for step in range(checkpoints.load(), options.steps):
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = compute_rate(step, peak, options.steps, warmup)
@@ -279,6 +281,7 @@ def main() -> None:
         if rank == 0:
             speed = recipe.global_batch_size * seq_len / (time.perf_counter() - began)
             print(f"step {step + 1} loss {loss:.6f} {speed:,.0f} tokens/s", flush=True)
+        checkpoints.save(step + 1)
 
     # Save. Replicas are equal, so the first rank's is enough.
     if options.save and rank == 0:

@@ -75,7 +75,7 @@ def _render_config(plan: Plan) -> Exported:
 
 
 def _render_accelerate_files(plan: Plan) -> list[Exported | Absent]:
-    why = why_not_started(plan)
+    why = why_not_started(plan) if plan.on_gpu else ON_CPU
     if why is not None:
         return [*list_absent_files(why)]
     section: dict[str, object] = {

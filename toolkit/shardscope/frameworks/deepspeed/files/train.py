@@ -1,10 +1,10 @@
 """Train a language model with DeepSpeed's ZeRO: optimizer state, gradients and parameters in partitions.
 
-    torchrun --nproc-per-node 8 train.py --text corpus.txt
+    ./torchrun.sh --text corpus.txt --checkpoints checkpoints --save trained
 
-Shardscope's ``plan.export(folder)`` wrote this file and the three that it reads: ``plan.json`` (batch,
-recomputation), ``ds_config.json`` (stage, offloading, precision, buckets) and ``config.json`` (the model's
-transformers config).
+Shardscope's ``plan.export(folder)`` wrote this file, ``checkpoints.py``, which it imports, and the three that
+it reads: ``plan.json`` (batch, recomputation), ``ds_config.json`` (stage, offloading, precision, buckets) and
+``config.json`` (the model's transformers config).
 
 Each rank updates its partition of the weights, and so keeps only that partition of the optimizer state
 (stage 1), of the gradients too (stage 2), and of the parameters too (stage 3), which are then all-gathered
@@ -31,6 +31,7 @@ import deepspeed
 import numpy
 import torch
 import torch.distributed as dist
+from checkpoints import Checkpoints, add_options
 from tokenizers import Tokenizer
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -57,6 +58,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
     parser.add_argument("--save", help="a folder for the trained weights, as transformers opens it")
+    add_options(parser)
     return parser.parse_args()
 
 
@@ -148,6 +150,8 @@ def build_optimizer(model: torch.nn.Module, on_host: bool) -> torch.optim.Optimi
     ]
     groups = [group for group in groups if group["params"]]  # DeepSpeed rejects empty groups
     if on_host:
+        # Its first start on a machine compiles it, for minutes. One that is killed meanwhile leaves a file
+        # "lock" in ~/.cache/torch_extensions/*/cpu_adam, for which later starts wait: delete it.
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=0.0, betas=(0.9, 0.95))
@@ -233,9 +237,9 @@ def main() -> None:
     planned = cluster.gpus_per_node * cluster.num_nodes
 
     # Connect the ranks. torchrun and accelerate launch set these environment variables.
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != planned:
-        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
+        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started: see FILES.md")
     if options.save and rank == 0:
         Path(options.save).mkdir(parents=True, exist_ok=True)  # fails now, not after the training
     on_gpu = cluster.gpu.vendor != "cpu"
@@ -248,6 +252,7 @@ def main() -> None:
     deepspeed.init_distributed("nccl" if on_gpu else "gloo")
 
     engine = build_engine(plan, options.model)
+    checkpoints = Checkpoints(options, engine)
 
     # Each rank trains on its own part of every batch, and has its own dropout masks.
     seq_len, tokenizer = recipe.seq_len, options.tokenizer or options.model
@@ -261,7 +266,7 @@ def main() -> None:
     usual = choose_peak_rate(num_parameters, options.model)
     peak = usual if options.learning_rate is None else options.learning_rate
     warmup = math.ceil(0.03 * options.steps) if options.warmup_steps is None else options.warmup_steps
-    for step in range(options.steps):
+    for step in range(checkpoints.load(), options.steps):
         began = time.perf_counter()
         for group in engine.optimizer.param_groups:
             group["lr"] = compute_rate(step, peak, options.steps, warmup)
@@ -271,6 +276,7 @@ def main() -> None:
         if rank == 0:
             speed = recipe.global_batch_size * seq_len / (time.perf_counter() - began)
             print(f"step {step + 1} loss {loss:.6f} {speed:,.0f} tokens/s", flush=True)
+        checkpoints.save(step + 1)
 
     if options.save:
         save_weights(engine, options.save)

@@ -52,6 +52,8 @@ def _render_arguments(plan: Plan) -> Exported:
         "init_device_mesh": {"mesh_shape": list(mesh.values()), "mesh_dim_names": list(mesh)},
         "fully_shard": {
             "units": "each decoder layer, then the root",
+            # With cp each rank has a part of the same sequences, so gradients are reduced over it too.
+            "mesh": _describe_mesh(degrees.replicate, degrees.cp),
             "reshard_after_forward": get_reshard_after_forward(plan),
             "root_reshard_after_forward": None,
         },
@@ -64,6 +66,13 @@ def _render_arguments(plan: Plan) -> Exported:
         what="arguments of init_device_mesh, fully_shard, MixedPrecisionPolicy and CPUOffloadPolicy",
         text=json.dumps(values, indent=2) + "\n",
     )
+
+
+def _describe_mesh(replicate: int, cp: int) -> str:
+    """Return the part of the mesh that ``fully_shard`` gets: all axes of data, and ``cp``."""
+    axes = [*(["replicate"] if replicate > 1 else []), "shard", *(["cp"] if cp > 1 else [])]
+    flattened = ", with 'shard' and 'cp' flattened to one axis" if cp > 1 else ""
+    return f"mesh[{', '.join(map(repr, axes))}]{flattened}"
 
 
 def _render_accelerate(plan: Plan) -> list[Exported | Absent]:

@@ -1,9 +1,9 @@
 """Train a language model with PyTorch's FSDP2: every rank has one shard of parameters, gradients and AdamW.
 
-    torchrun --nproc-per-node 8 train.py --text corpus.txt
+    ./torchrun.sh --text corpus.txt --checkpoints checkpoints --save trained
 
-Shardscope's ``plan.export(folder)`` wrote this file and the two that it reads: ``plan.json`` (batch,
-precision, recomputation, shards) and ``config.json`` (the model's transformers config).
+Shardscope's ``plan.export(folder)`` wrote this file, ``checkpoints.py``, which it imports, and the two that
+it reads: ``plan.json`` (batch, precision, recomputation, shards) and ``config.json`` (transformers' config).
 
 Before a decoder layer runs, its parameters are all-gathered from the shards, while the previous layer still
 computes; then they are freed, and all-gathered again for backward. Gradients are reduce-scattered, and only
@@ -27,6 +27,7 @@ from types import SimpleNamespace
 import numpy
 import torch
 import torch.distributed as dist
+from checkpoints import Checkpoints, add_options
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,6 +58,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
     parser.add_argument("--save", help="a folder for the trained weights, as transformers opens it")
+    add_options(parser)
     return parser.parse_args()
 
 
@@ -125,10 +127,9 @@ def build_sharded(plan: SimpleNamespace, checkpoint: str | None, device: torch.d
     if is_whole:
         torch.manual_seed(0)  # the same random weights on every rank
         model = build_model(recipe, checkpoint)
-    # One axis of shards, and one of replicas if there are several.
     replicas, shards = layout.replicate, dist.get_world_size() // layout.replicate
     mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
-    mesh = mesh if replicas > 1 else mesh["shard"]
+    mesh = mesh if replicas > 1 else mesh["shard"]  # without replicas one axis
     # Mixed precision: parameters are all-gathered in bf16, and gradients are reduced in fp32.
     half, full = (torch.bfloat16, torch.float32) if recipe.precision == "bf16-mixed" else (None, None)
     precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
@@ -245,11 +246,10 @@ def main() -> None:
     options, plan = read_options(), read_plan()
     recipe, cluster = plan.recipe, plan.cluster
     planned = cluster.gpus_per_node * cluster.num_nodes
-
     # Connect the ranks. torchrun and accelerate launch set these environment variables.
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != planned:
-        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
+        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started: see FILES.md")
     if options.save and rank == 0:
         Path(options.save).mkdir(parents=True, exist_ok=True)  # fails now, not after the training
     on_gpu = cluster.gpu.vendor != "cpu"
@@ -259,20 +259,19 @@ def main() -> None:
     # gloo communicates tensors in host memory (offloaded shards), NCCL those on GPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 
-    # The optimizer's state is sharded as the parameters are.
     model = build_sharded(plan, options.model, device).train()
-    optimizer = build_optimizer(model, recipe.optimizer)
+    optimizer = build_optimizer(model, recipe.optimizer)  # its state is sharded as the parameters are
+    checkpoints = Checkpoints(options, model, optimizer)
 
     # Each rank trains on its own part of every batch, and has its own dropout masks.
     seq_len, tokenizer = recipe.seq_len, options.tokenizer or options.model
     tokens = read_tokens(options.text, tokenizer, seq_len, model.config.vocab_size)
     rows = recipe.global_batch_size // world_size
     torch.manual_seed(1 + rank)
-
     usual = choose_peak_rate(model.num_parameters(), options.model)
     peak = usual if options.learning_rate is None else options.learning_rate
     warmup = math.ceil(0.03 * options.steps) if options.warmup_steps is None else options.warmup_steps
-    for step in range(options.steps):
+    for step in range(checkpoints.load(), options.steps):
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = compute_rate(step, peak, options.steps, warmup)
@@ -282,6 +281,7 @@ def main() -> None:
         if rank == 0:
             speed = recipe.global_batch_size * seq_len / (time.perf_counter() - began)
             print(f"step {step + 1} loss {loss:.6f} {speed:,.0f} tokens/s", flush=True)
+        checkpoints.save(step + 1)
 
     # Save: all ranks all-gather the weights, tensor by tensor, into the first rank's host memory.
     if options.save:

@@ -1,6 +1,6 @@
 """Train a Llama-like model with Megatron-core: tensor-parallel matrices and a distributed optimizer.
 
-    torchrun --nproc-per-node 8 train.py --text corpus.txt
+    ./train.sh --text corpus.txt --save trained
 
 Shardscope's ``plan.export(folder)`` wrote this file, ``megatron_model.py``, which builds the model, and the
 two that they read: ``plan.json`` (batch, precision, recomputation, parallelism) and ``config.json`` (the
@@ -11,7 +11,8 @@ Shardscope.
 between matrices a shard of the sequence. Over the other ranks gradients are averaged in Megatron-core's
 buffers, and with the distributed optimizer each of them keeps and updates its own shard of the optimizer's
 state. Weights come from a transformers model, which the ranks of a node build in turns in host memory, and
-are saved as one.
+are saved as one, at the end only: a training that fails starts again at its first step. For long ones
+Megatron-LM's ``pretrain_gpt.py`` has checkpoints (``--save-interval``, ``--load``): FILES.md has its command.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
@@ -216,10 +217,10 @@ def main() -> None:
     recipe, cluster, tp = plan.recipe, plan.cluster, plan.layout.tp
 
     # Meet the other ranks. torchrun and accelerate launch pass each process its rank in variables.
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, planned = int(os.environ["LOCAL_RANK"]), cluster.gpus_per_node * cluster.num_nodes
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank, planned = int(os.environ.get("LOCAL_RANK", "0")), cluster.gpus_per_node * cluster.num_nodes
     if world_size != planned:
-        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started")
+        raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started: see FILES.md")
     if options.save and rank == 0:
         Path(options.save).mkdir(parents=True, exist_ok=True)  # fails now, not after the training
     on_gpu = cluster.gpu.vendor != "cpu"

@@ -1,0 +1,106 @@
+"""Exported scripts that lose one of two CPU ranks, started again: they continue with the same losses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.requirements import few, needs, skip_without
+
+import shardscope as ss
+
+needs("torch")
+needs("transformers")
+
+SECONDS = 300
+CLOSE = 2e-6
+"""Losses are printed with six digits."""
+NUM_STEPS, EVERY = 20, 4
+KILLED_AFTER = EVERY + 1
+"""Ranks may take some more steps until they are killed, but not all."""
+
+# Dropout: its random numbers continue too.
+ARCHITECTURE = ss.Architecture.of_size("2m")
+RECIPE: dict[str, Any] = {"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 8, "dropout": 0.1}
+LAYOUTS = {
+    "ddp": (ss.Layout.ddp(), {}),
+    "ddp lora": (ss.Layout.ddp(), {"method": "lora", "precision": "fp16-mixed"}),
+    "fsdp2": (ss.Layout.fsdp2(), {}),
+    "fsdp2 hsdp offload": (ss.Layout.fsdp2(replicate=2, offload="cpu"), {"precision": "bf16"}),
+    "zero-0": (ss.Layout.zero(0), {}),
+    "zero-1": (ss.Layout.zero(1), {"precision": "fp32"}),
+    "zero-2": (ss.Layout.zero(2), {}),
+    "zero-3": (ss.Layout.zero(3), {}),
+}
+MORE = set(LAYOUTS) - {"fsdp2"}
+
+
+def read_losses(output: str) -> dict[int, float]:
+    """Return the losses that rank 0 prints, by step."""
+    lines = [line.split() for line in output.splitlines() if line.startswith("step ")]
+    return {int(words[1]): float(words[3]) for words in lines}
+
+
+def start_script(folder: Path) -> subprocess.Popen[str]:
+    """Start the exported ``torchrun.sh``, without this checkout on its path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    options = ["--steps", str(NUM_STEPS), "--checkpoints", "checkpoints", "--checkpoint-every", str(EVERY)]
+    return subprocess.Popen(
+        ["./torchrun.sh", *options, "--learning-rate", "1e-3"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def kill_a_rank(process: subprocess.Popen[str], after: int) -> str:
+    """Kill a rank when step ``after`` is printed, and wait for the end of the others. Return the output."""
+    assert process.stdout is not None
+    output = ""
+    for line in process.stdout:
+        output += line
+        if line.startswith(f"step {after} "):
+            rank = psutil.Process(process.pid).children()[-1]
+            rank.kill()
+    assert process.wait(SECONDS) != 0, "torchrun reports the failure"
+    return output
+
+
+@pytest.mark.parametrize("name", few(LAYOUTS, set(LAYOUTS) - MORE))
+def test_a_killed_script_continues_with_the_same_losses(name: str, tmp_path: Path) -> None:
+    layout, recipe = LAYOUTS[name]
+    if name.startswith("zero"):
+        skip_without("deepspeed")
+    if recipe.get("method") == "lora":
+        skip_without("peft")
+    plan = ss.Plan(ARCHITECTURE, ss.Cluster.parse("2xcpu"), ss.Recipe(**{**RECIPE, **recipe}), layout)
+    plan.export(tmp_path)
+    straight, _ = start_script(tmp_path).communicate(timeout=SECONDS)
+    losses = read_losses(straight)
+    assert list(losses) == list(range(1, NUM_STEPS + 1)), straight[-3000:]
+    shutil.rmtree(tmp_path / "checkpoints")
+    killed = read_losses(kill_a_rank(start_script(tmp_path), KILLED_AFTER))
+    assert killed == pytest.approx({step: losses[step] for step in killed}, abs=CLOSE)
+    # What is left of a save during which the ranks were killed.
+    (tmp_path / "checkpoints" / "partial").mkdir(exist_ok=True)
+    continued, _ = start_script(tmp_path).communicate(timeout=SECONDS)
+    found = re.search(r"^continues after step (\d+), from checkpoints/step-\1", continued, re.MULTILINE)
+    assert found is not None, continued[-3000:]
+    done = int(found[1])
+    assert done % EVERY == 0 and EVERY <= done < NUM_STEPS
+    expected = {step: losses[step] for step in range(done + 1, NUM_STEPS + 1)}
+    assert read_losses(continued) == pytest.approx(expected, abs=CLOSE)
+    kept = {path.name.split(".")[0] for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert kept == {f"step-{NUM_STEPS - EVERY}", f"step-{NUM_STEPS}"}, "the last two"
