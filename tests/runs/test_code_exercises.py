@@ -216,12 +216,12 @@ WRONG = {
         ("slices[dist.get_rank()].clone()", "linear.weight.detach().flatten()"),
     ),
 }
-FAST = ("last bucket is not sent", "one rank does not call")
-"""Those that `make test` runs: each takes a launch."""
+FAST = "last bucket is not sent"
+"""The one that `make test` runs: each takes a launch."""
 
 
 @pytest.mark.parametrize(
-    "title", [title if title in FAST else pytest.param(title, marks=thorough()) for title in WRONG]
+    "title", [title if title == FAST else pytest.param(title, marks=thorough()) for title in WRONG]
 )
 def test_a_wrong_answer_is_explained(title: str) -> None:
     exercise, words, *changes = WRONG[title]
@@ -259,6 +259,7 @@ def test_an_interrupted_check_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) ->
         teach.check(DDP, run_cell(SOURCES[DDP], NAMES[DDP]))
 
 
+@thorough()
 def test_what_a_rank_prints_is_in_the_feedback() -> None:
     source = "def average_gradients(parameters, bucket_bytes):\n    print('sizes', len(parameters))\n"
     feedback = teach.check(DDP, run_cell(source, NAMES[DDP]))
