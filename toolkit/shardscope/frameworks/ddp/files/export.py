@@ -29,7 +29,7 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
     if kind == "MULTI_CPU":
         why = "on CPUs accelerate launch starts one process, whatever num_processes is, unless under MPI."
         launch = [*list_absent_files(why)]
-    packages = [*PACKAGES, "peft>=0.18"] if plan.recipe.method == "lora" else PACKAGES
+    packages = [*PACKAGES, "peft>=0.19"] if plan.recipe.method == "lora" else PACKAGES
     return [
         *launch,
         # The engine's 8-bit AdamW is bitsandbytes' (FSDP2's is torchao's, which can be sharded).
