@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,6 @@ PLAN_FILE = "plan.json"
 FIELDS_METAVAR = "FIELD=VALUE"
 FIELD_EXAMPLES = {"--recipe": "seq_len=4096", "--layout": "tp=2", "--task": "num_steps=100"}
 """Option -> one of its fields, for errors of words that are none."""
-LAYOUT_EXAMPLES = {"ddp": "ddp alone, which has no fields", "zero": "stage=3"}
-"""Framework -> the fix of the same errors, if it is another one."""
 REQUIRED_FIELDS = {
     "weights": ("the folder of a Hugging Face model, a Hub id, or the name of an example model", "VALUE"),
     "source": ("the path of your script", "VALUE"),
@@ -75,7 +74,9 @@ def read_plan(options: argparse.Namespace) -> Plan:
     architecture, cluster, recipe = read_parts(options, stored)
     if options.layout:
         name, *fields = options.layout
-        layout = build_layout("--layout", name, **parse_fields("--layout", fields, LAYOUT_EXAMPLES.get(name)))
+        layout = build_layout(
+            "--layout", name, **parse_fields("--layout", fields, _find_layout_example(name))
+        )
     else:
         layout = stored.layout if stored else ss.Layout.fsdp2()
     return ss.Plan(architecture, cluster, recipe, layout)
@@ -191,6 +192,16 @@ def build_layout(option: str, name: str, **fields: object) -> Layout:
         refuse(option, name, ", ".join(map(repr, constructors)), repr(of_framework))
     layout: Layout = getattr(ss.Layout, check_choice(option, name, constructors))(**fields)
     return layout
+
+
+def _find_layout_example(name: str) -> str | None:
+    """Return a field of the layout ``name``, for errors of words that are none; None: as other layouts."""
+    if name not in list_layout_names():
+        return None
+    fields = inspect.signature(getattr(ss.Layout, name)).parameters
+    if not fields:
+        return f"{name} alone, which has no fields"
+    return "stage=3" if "stage" in fields else None
 
 
 def _read_stored_plan(name: str) -> Plan:

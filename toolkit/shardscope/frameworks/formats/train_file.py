@@ -29,7 +29,7 @@ METADATA = frozenset(
 WITHOUT_ROUTER_LOSS = {"output_router_logits": False, "router_jitter_noise": 0.0}
 """Config values of experts as all engines train them: pipelines and Megatron-core have no auxiliary loss."""
 
-PACKAGES = ("numpy", "tokenizers>=0.21", "torch>=2.10", "transformers>=5.0")
+PACKAGES = ("numpy", "tokenizers>=0.21", "torch>=2.12", "transformers>=5.16")
 """Imports of every ``train.py`` as pip takes them, in the versions of Shardscope's extras."""
 
 TrainedValues = Mapping[str, tuple[object, ...]]
