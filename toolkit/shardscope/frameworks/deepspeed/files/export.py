@@ -40,7 +40,7 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
         *add_commands(
             plan,
             *render_train_files(plan, TRAINED_VALUES),
-            packages=(*PACKAGES, "deepspeed>=0.18"),
+            packages=(*PACKAGES, "deepspeed>=0.19"),
             other_inputs=[CONFIG_FILE],
         ),
     ]
