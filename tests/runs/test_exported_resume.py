@@ -94,6 +94,10 @@ def test_a_killed_script_continues_with_the_same_losses(name: str, tmp_path: Pat
     assert killed == pytest.approx({step: losses[step] for step in killed}, abs=CLOSE)
     # What is left of a save during which the ranks were killed.
     (tmp_path / "checkpoints" / "partial").mkdir(exist_ok=True)
+    if name.startswith("zero"):
+        interrupted = tmp_path / "checkpoints" / f"step-{NUM_STEPS}"
+        interrupted.mkdir()
+        (interrupted / "half a file").write_text("")
     continued, _ = start_script(tmp_path).communicate(timeout=SECONDS)
     found = re.search(r"^continues after step (\d+), from checkpoints/step-\1", continued, re.MULTILINE)
     assert found is not None, continued[-3000:]
@@ -103,3 +107,4 @@ def test_a_killed_script_continues_with_the_same_losses(name: str, tmp_path: Pat
     assert read_losses(continued) == pytest.approx(expected, abs=CLOSE)
     kept = {path.name.split(".")[0] for path in (tmp_path / "checkpoints").glob("step-*")}
     assert kept == {f"step-{NUM_STEPS - EVERY}", f"step-{NUM_STEPS}"}, "the last two"
+    assert not list((tmp_path / "checkpoints").glob("step-*/half a file"))

@@ -303,7 +303,7 @@ def _format_value(value: object) -> str:
         text = f"an unprintable {type(value).__name__}"
     if len(text) <= 80:
         return text
-    if isinstance(value, PurePath) or (isinstance(value, str) and "/" in value):
+    if isinstance(value, PurePath) or (isinstance(value, str) and "/" in value and "\n" not in value):
         return f"{text[:25]}...{text[-52:]}"
     return text[:77] + "..."
 

@@ -186,9 +186,9 @@ class LayerWork:
         arch, passes = self.arch, self.passes
         latent, experts = arch.latent_attention, arch.mixture_of_experts
         # The layer that was counted has two RMSNorms. A query rank has one too; LayerNorms are one kernel.
-        norms = 2 * arch.qk_norm + (latent is not None and latent.q_lora_rank is not None)
+        norms = int(latent is not None and latent.q_lora_rank is not None)
         if arch.norm == "rmsnorm":
-            norms += max(0, arch.norms_per_layer - 2)
+            norms += 2 * arch.qk_norm + max(0, arch.norms_per_layer - 2)
         eager = is_eager(arch, self.modules)
         shared = moe and experts is not None and experts.shared_expert_intermediate_size > 0
         forward = (

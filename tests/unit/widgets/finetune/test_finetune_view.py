@@ -215,6 +215,15 @@ def test_a_column_of_conversations_is_suggested_as_messages() -> None:
     assert 'Nearest fix: columns={"messages": "conv"}' in str(error.value)
 
 
+@pytest.mark.parametrize("row", [{"context": 1, "reply": None}, {"good": 2, "bad": 2}])
+def test_conversations_without_answers_and_preferences_are_not_suggested(row: dict[str, int | None]) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    cells = {name: turns[:number] if number else "text" for name, number in row.items()}
+    with pytest.raises(ValueError) as error:
+        recognize_format("Finetune.data", list(cells), read_row=lambda: cells)
+    assert "messages" not in str(error.value).partition("Nearest fix")[2]
+
+
 def press(browser: Any, label: str) -> None:
     """Press the button of a file browser that shows ``label``."""
     (act,) = re.findall(rf"data-act='([^']*)'[^>]*>{re.escape(label)}<", browser.value)

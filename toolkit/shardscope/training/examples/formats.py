@@ -192,19 +192,23 @@ def list_text_columns(column_names: Sequence[str]) -> list[str]:
 def _find_chat_column(
     column_names: Sequence[str], read_row: Callable[[], Mapping[str, object]] | None
 ) -> str | None:
-    """Return the first column whose cell in that row is a conversation; None: there is none."""
+    """Return the column whose cell in that row is a conversation with an answer; None unless there is one.
+
+    Several are preferences more likely than one conversation to train on.
+    """
     try:
         row = read_row() if read_row else {}
     except (ValueError, LookupError):
         # No rows, or a malformed first one: the columns are the error to report.
         return None
+    chats = []
     for name in column_names:
         try:
-            _read_list(row.get(name), name)
+            _check_turns(_read_list(row.get(name), name))
         except ValueError:
             continue
-        return name
-    return None
+        chats.append(name)
+    return chats[0] if len(chats) == 1 else None
 
 
 def _suggest_mapping(column_names: Sequence[str]) -> str:

@@ -237,7 +237,7 @@ def main() -> None:
     planned = cluster.gpus_per_node * cluster.num_nodes
 
     # Connect the ranks. torchrun and accelerate launch set these environment variables.
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     if world_size != planned:
         raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started: see FILES.md")
     if options.save and rank == 0:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 NUM_KEPT = 2
 LATEST = "latest"
-"""DeepSpeed's file with the name of the newest complete checkpoint, which it writes last."""
+"""File with the name of the newest complete checkpoint, as DeepSpeed reads it."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ class Checkpoints:
             raise SystemExit(f"--checkpoints: {self.folder} is not the same folder on all nodes")
         if newest is None:
             return 0
-        self.engine.load_checkpoint(str(self.folder))
+        self.engine.load_checkpoint(str(self.folder), tag=newest)
         state = torch.load(self.find_random_file(newest), weights_only=True)
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
@@ -70,15 +70,24 @@ class Checkpoints:
         if self.folder is None or (steps % self.every and steps != self.last):
             return
         name = f"step-{steps}"
-        (self.folder / name).mkdir(exist_ok=True)
+        if dist.get_rank() == 0:
+            shutil.rmtree(
+                self.folder / name, ignore_errors=True
+            )  # of a run that ended in the middle of a save
+            (self.folder / name).mkdir()
+        dist.barrier()
         # Dropout uses random numbers, whose state is not in DeepSpeed's files.
         state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_initialized():
             state["cuda"] = torch.cuda.get_rng_state()
         torch.save(state, self.find_random_file(name))
+        # DeepSpeed would write the file "latest" while other ranks still save.
+        self.engine.save_checkpoint(str(self.folder), tag=name, save_latest=False)
         dist.barrier()
-        self.engine.save_checkpoint(str(self.folder), tag=name)
         if dist.get_rank() == 0:
+            partial = self.folder / "latest.partial"
+            partial.write_text(name, encoding="utf-8")
+            partial.replace(self.folder / LATEST)
             kept = sorted((path.name for path in self.folder.glob("step-*")), key=count_steps)
             # A later one is of a run that ended in the middle of its save.
             for old in [one for one in kept if count_steps(one) < steps][: -(NUM_KEPT - 1)]:

@@ -217,7 +217,7 @@ def main() -> None:
     recipe, cluster, tp = plan.recipe, plan.cluster, plan.layout.tp
 
     # Meet the other ranks. torchrun and accelerate launch pass each process its rank in variables.
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     local_rank, planned = int(os.environ.get("LOCAL_RANK", "0")), cluster.gpus_per_node * cluster.num_nodes
     if world_size != planned:
         raise SystemExit(f"the plan has {planned} ranks, and {world_size} were started: see FILES.md")
