@@ -57,7 +57,7 @@ class Checkpoints:
         if newest is None:
             return 0
         self.engine.load_checkpoint(str(self.folder), tag=newest)
-        state = torch.load(self.find_random_file(newest), weights_only=True)
+        state = torch.load(self.find_random_file(newest, dist.get_rank()), weights_only=True)
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"])
@@ -80,7 +80,7 @@ class Checkpoints:
         state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_initialized():
             state["cuda"] = torch.cuda.get_rng_state()
-        torch.save(state, self.find_random_file(name))
+        torch.save(state, self.find_random_file(name, dist.get_rank()))
         # DeepSpeed would write the file "latest" while other ranks still save.
         self.engine.save_checkpoint(str(self.folder), tag=name, save_latest=False)
         dist.barrier()
@@ -94,7 +94,7 @@ class Checkpoints:
                 shutil.rmtree(self.folder / old)
         dist.barrier()
 
-    def find_random_file(self, name: str) -> Path:
-        """Return the file with this rank's random states in the checkpoint ``name``."""
+    def find_random_file(self, name: str, rank: int) -> Path:
+        """Return the file with a rank's random states in the checkpoint ``name``."""
         assert self.folder is not None
-        return self.folder / name / f"random-{dist.get_rank()}.pt"
+        return self.folder / name / f"random-{rank}.pt"
