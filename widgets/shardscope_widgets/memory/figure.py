@@ -302,7 +302,7 @@ def _build_capacity_label(rows: list[Bar], widest: float) -> dict[str, object]:
 
 
 class _Timeline(NamedTuple):
-    """A line drawn over the areas."""
+    """Memory of another tier or a pinned plan, drawn as a line over the areas."""
 
     name: str
     """One of :data:`TIMELINES`."""

@@ -263,7 +263,7 @@ def _build_predicted_label(values: str, number: int) -> dict[str, object]:
 
 
 def _describe_missing(label: str, curves: Sequence[Curve]) -> list[str]:
-    """Return a sentence for each curve, or part of one, that cannot be drawn."""
+    """Describe the curves, and parts of curves, that the runs did not log."""
     if not any(curve.points for curve in curves):
         return [f"Neither run logged {label}."]
     sentences = []

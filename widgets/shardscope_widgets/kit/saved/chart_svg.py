@@ -48,12 +48,12 @@ class Axis:
 
     @property
     def is_visible(self) -> bool:
-        """Return whether the axis is drawn with its ticks and its title."""
+        """Whether the axis has ticks and a title."""
         return self.props.get("visible", True) is not False
 
     @property
     def is_collapsed(self) -> bool:
-        """Return whether the axis has no extent; its traces and annotations are then not drawn."""
+        """Whether the axis has no extent, so that its traces and annotations are left out."""
         return abs(self.end - self.start) < 2
 
     def to_pixel(self, value: object) -> float:
