@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,31 @@ def test_a_killed_script_continues_with_the_same_losses(name: str, tmp_path: Pat
     kept = {path.name.split(".")[0] for path in (tmp_path / "checkpoints").glob("step-*")}
     assert kept == {f"step-{NUM_STEPS - EVERY}", f"step-{NUM_STEPS}"}, "the last two"
     assert not list((tmp_path / "checkpoints").glob("step-*/half a file"))
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_as_the_latest(
+    tmp_path: Path,
+) -> None:
+    skip_without("deepspeed")
+    import torch.distributed as dist
+
+    from shardscope.frameworks.deepspeed.files.checkpoints import Checkpoints
+
+    class Engine:
+        def save_checkpoint(self, folder: str, tag: str, save_latest: bool = True) -> None:
+            if save_latest:
+                (Path(folder) / "latest").write_text(tag)
+            if tag == "step-4":
+                raise OSError("no space left on device")
+
+    options = Namespace(checkpoints=str(tmp_path), checkpoint_every=2, steps=9)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        checkpoints = Checkpoints(options, Engine())
+        checkpoints.save(2)
+        with pytest.raises(OSError, match="no space"):
+            checkpoints.save(4)
+    finally:
+        dist.destroy_process_group()
+    assert (tmp_path / "latest").read_text() == "step-2"
+    assert (tmp_path / "step-2").is_dir()
