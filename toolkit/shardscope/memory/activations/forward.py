@@ -17,10 +17,13 @@ from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import FAMILIES, find_family
 from shardscope.memory.activations.modules.attention import (
     broadcasts_views,
+    count_output_copies,
     find_fused_attention,
     find_window_layers,
+    get_attention_widths,
     is_eager,
     list_kernel_tensors,
+    list_latent_ranks,
     list_latent_tensors,
     list_query_key_norms,
     passes_mask,
@@ -437,15 +440,19 @@ def _list_adapter_tensors(arch: Architecture, moe: bool, modules: Modules) -> li
     linears = arch.layer_linears(find_first_layer(arch, moe))
     adapted = [(target, shape[1]) for target, shape in linears if target in modules.targets]
     narrow = len(adapted) * modules.adapter_rank * (FP32 if modules.int8_base else modules.compute)
-    return [SavedTensor("attention", narrow + _compute_dropped_inputs(arch, modules, adapted), "sequence")]
+    return [
+        SavedTensor("attention", narrow + _compute_dropped_inputs(arch, moe, modules, adapted), "sequence")
+    ]
 
 
-def _compute_dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[str, int]]) -> int:
+def _compute_dropped_inputs(
+    arch: Architecture, moe: bool, modules: Modules, adapted: list[tuple[str, int]]
+) -> int:
     """Return the bytes per token added by dropout before adapters: masks, and inputs no longer shared.
 
     A mask takes a byte per element on a GPU, a full number on a CPU. If inputs are cast, each adapter has its
-    own copy anyway. Tensors that a norm or the MLP would save only for adapters are replaced by the dropped
-    copy. Adapters on an int8 base have an fp32 copy, with or without dropout, in addition to the base's own
+    own copy anyway. Else tensors that would be saved only for adapters are replaced by the dropped copies.
+    Adapters on an int8 base have an fp32 copy, with or without dropout, in addition to the base's own
     input.
     """
     if modules.int8_base:
@@ -463,8 +470,23 @@ def _compute_dropped_inputs(arch: Architecture, modules: Modules, adapted: list[
     copies = sum(inner for _, inner in adapted) * c
     if modules.keeps_frozen_inputs:
         return masks + copies
-    for readers in list_stream_readers(arch):
-        copies -= modules.stream_copies(*readers) * arch.hidden_size * c
-    product = (list_parameter_names(arch).down, arch.intermediate_size)
-    copies -= adapted.count(product) * arch.intermediate_size * c
-    return masks + copies
+    return masks + copies - _compute_replaced_inputs(arch, moe, modules, adapted)
+
+
+def _compute_replaced_inputs(
+    arch: Architecture, moe: bool, modules: Modules, adapted: list[tuple[str, int]]
+) -> int:
+    """Return the bytes per token that the lists of ``modules/`` have for adapters alone.
+
+    With dropout, each adapter saves a dropped copy instead.
+    """
+    attention, mlp = list_stream_readers(arch)
+    readers = [(*attention, *mlp)] if arch.norms_per_layer == 1 else [attention, mlp]
+    replaced = sum(modules.stream_copies(*names) for names in readers) * arch.hidden_size
+    names, experts = list_parameter_names(arch), arch.mixture_of_experts
+    product = experts.shared_expert_intermediate_size if moe and experts else arch.intermediate_size
+    replaced += adapted.count((names.down, product)) * product
+    replaced += count_output_copies(arch, modules, names.output) * get_attention_widths(arch).output
+    for rank, projection in list_latent_ranks(arch):
+        replaced += modules.inner_copies(projection) * rank
+    return replaced * modules.compute
