@@ -37,7 +37,11 @@ from shardscope.memory.activations.modules.dora import list_dora_tensors
 from shardscope.memory.activations.modules.experts import list_expert_tensors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.gpt2 import list_gpt2_tensors
-from shardscope.memory.activations.modules.layernorm import list_layernorm_tensors, upcasts_norms
+from shardscope.memory.activations.modules.layernorm import (
+    casts_norms,
+    list_layernorm_tensors,
+    upcasts_norms,
+)
 from shardscope.memory.activations.modules.liger import list_liger_tensors
 from shardscope.memory.activations.modules.megatron import list_megatron_selective, list_megatron_tensors
 from shardscope.memory.activations.modules.saved_tensors import (
@@ -217,7 +221,7 @@ def compute_kept_for_recomputation(
 ) -> int:
     """Return bytes per token kept by recomputation that the recomputed layer does not save itself.
 
-    These are the layer's input, if its first norm saves an fp32 copy instead; and the last matmul's output,
+    These are the layer's input, if its first norm saves a copy in another dtype instead; and the last matmul's output,
     which is not recomputed: recomputation stops when autograd has all saved tensors (torch.utils.checkpoint's
     early stop), unless a norm after it saves it.
     For ``compiled`` kernels see :func:`compute_compiled_recomputation`.
@@ -229,6 +233,7 @@ def compute_kept_for_recomputation(
     # RMSNorm's ``hidden_states.to(float32)`` saves a copy of a half-precision input, not the input itself.
     casts = arch.norm == "rmsnorm" and modules.kernels == "transformers" and modules.stream < FP32
     casts = casts or modules.normed > modules.stream
+    casts = casts or (casts_norms(arch, modules) and modules.stream > modules.compute)
     if find_family(arch).is_post_norm:  # projections read the input without a norm
         casts = modules.stream > modules.compute or modules.recasts
     kept_bytes = stream if casts else 0
@@ -323,11 +328,16 @@ def count_inner_gradients(arch: Architecture, modules: Modules) -> int:
     if not arch.gated_mlp:
         product = modules.inner_copies(list_parameter_names(arch).down)
         activation = find_family(arch).activation
+        # CUDA's autocast computes powers in fp32.
+        has_fp32_power = modules.autocast and modules.on_gpu
         if activation == "gelu_new":
-            # CUDA's autocast computes its cube in fp32, and so the gradients of both factors.
-            return (6 if modules.autocast and modules.on_gpu else 3) - product
-        # One kernel: the gradients of its output and input. The squared ReLU has two more.
-        return (4 if activation == "relu2" else 2) - product
+            # The cube, and so the gradients of both factors.
+            return (6 if has_fp32_power else 3) - product
+        if activation == "relu2":
+            # The gradient of the output, the input, twice the input, and the gradient of the input.
+            return (8 if has_fp32_power else 4) - product
+        # One kernel: the gradients of its output and input.
+        return 2 - product
     if modules.kernels == "liger":
         # Both branches' gradients overwrite the branches (liger-kernel, ops/swiglu.py).
         return 1
