@@ -104,7 +104,7 @@ def test_predictions_agree_with_the_final_held_out_sample(framework: str) -> Non
 
 @pytest.mark.parametrize("framework", ["ddp", "deepspeed"])
 def test_predictions_agree_with_what_sweeps_over_families_found(framework: str) -> None:
-    """Nemotron under autocast was up to 14 % too low, dropped inputs and routed experts up to 3 % too high."""
+    """Nemotron under autocast was 14 % too low, dropped inputs and routed experts 3 % too high."""
     rows, rejected = read_rehearsals([STORED / f"{framework}-sweeps.jsonl"])
     assert not rejected and len(rows) == 3
     worst = max(rows, key=lambda row: abs(row.error))

@@ -221,9 +221,9 @@ def compute_kept_for_recomputation(
 ) -> int:
     """Return bytes per token kept by recomputation that the recomputed layer does not save itself.
 
-    These are the layer's input, if its first norm saves a copy in another dtype instead; and the last matmul's output,
-    which is not recomputed: recomputation stops when autograd has all saved tensors (torch.utils.checkpoint's
-    early stop), unless a norm after it saves it.
+    These are the layer's input, if its first norm saves a copy in another dtype instead; and the last
+    matmul's output, which is not recomputed: recomputation stops when autograd has all saved tensors
+    (torch.utils.checkpoint's early stop), unless a norm after it saves it.
     For ``compiled`` kernels see :func:`compute_compiled_recomputation`.
     """
     if recompute not in ("full", "selective"):
