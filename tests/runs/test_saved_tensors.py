@@ -349,6 +349,25 @@ def test_adapters_with_dropout_save_an_input_each(
     assert_saves(family, mode, recipe, list_saved_tensors(arch, False, make_modules(arch, mode, recipe)))
 
 
+@sample(6)
+@pytest.mark.parametrize("mode", few(["bf16", "fp32"], ["bf16"]))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_with_dropout_save_their_dropped_input_only(family: str, mode: str) -> None:
+    """Every family's output projection, and the inputs that it has beside Llama's."""
+    arch, recipe = architecture(family, 2), replace(LORA, lora_dropout=0.25)
+    listed = list_saved_tensors(arch, is_moe(family), make_modules(arch, mode, recipe))
+    assert_saves(family, mode, recipe, listed)
+
+
+@pytest.mark.parametrize("family", few(["falcon of groups and one norm", "qwen2_moe", "phi"], ["phi"]))
+def test_adapters_with_dropout_on_every_projection(family: str) -> None:
+    arch = architecture(family, 2)
+    targets = tuple(dict.fromkeys(name for i in range(2) for name, _ in arch.layer_linears(i)))
+    recipe = replace(LORA, lora_targets=targets, lora_dropout=0.25)
+    listed = list_saved_tensors(arch, is_moe(family), make_modules(arch, "bf16", recipe))
+    assert_saves(family, "bf16", recipe, listed)
+
+
 @sample(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])

@@ -102,6 +102,15 @@ def test_predictions_agree_with_the_final_held_out_sample(framework: str) -> Non
     assert abs(worst.error) <= {"ddp": 0.015}.get(framework, 0.01), in_words(worst)
 
 
+@pytest.mark.parametrize("framework", ["ddp", "deepspeed"])
+def test_predictions_agree_with_what_sweeps_over_families_found(framework: str) -> None:
+    """Nemotron under autocast was 14 % too low, dropped inputs and routed experts 3 % too high."""
+    rows, rejected = read_rehearsals([STORED / f"{framework}-sweeps.jsonl"])
+    assert not rejected and len(rows) == 3
+    worst = max(rows, key=lambda row: abs(row.error))
+    assert abs(worst.error) <= 0.006, in_words(worst)
+
+
 @pytest.mark.parametrize("framework", MODULES)
 def test_predicted_training_state_is_exact(framework: str) -> None:
     """Shards with padding, moments and replicas are exact; tables and counters take up to a megabyte."""

@@ -17,10 +17,13 @@ from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import FAMILIES, find_family
 from shardscope.memory.activations.modules.attention import (
     broadcasts_views,
+    count_output_copies,
     find_fused_attention,
     find_window_layers,
+    get_attention_widths,
     is_eager,
     list_kernel_tensors,
+    list_latent_ranks,
     list_latent_tensors,
     list_query_key_norms,
     passes_mask,
@@ -34,7 +37,11 @@ from shardscope.memory.activations.modules.dora import list_dora_tensors
 from shardscope.memory.activations.modules.experts import list_expert_tensors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.gpt2 import list_gpt2_tensors
-from shardscope.memory.activations.modules.layernorm import list_layernorm_tensors, upcasts_norms
+from shardscope.memory.activations.modules.layernorm import (
+    casts_norms,
+    list_layernorm_tensors,
+    upcasts_norms,
+)
 from shardscope.memory.activations.modules.liger import list_liger_tensors
 from shardscope.memory.activations.modules.megatron import list_megatron_selective, list_megatron_tensors
 from shardscope.memory.activations.modules.saved_tensors import (
@@ -214,9 +221,9 @@ def compute_kept_for_recomputation(
 ) -> int:
     """Return bytes per token kept by recomputation that the recomputed layer does not save itself.
 
-    These are the layer's input, if its first norm saves an fp32 copy instead; and the last matmul's output,
-    which is not recomputed: recomputation stops when autograd has all saved tensors (torch.utils.checkpoint's
-    early stop), unless a norm after it saves it.
+    These are the layer's input, if its first norm saves a copy in another dtype instead; and the last
+    matmul's output, which is not recomputed: recomputation stops when autograd has all saved tensors
+    (torch.utils.checkpoint's early stop), unless a norm after it saves it.
     For ``compiled`` kernels see :func:`compute_compiled_recomputation`.
     """
     if recompute not in ("full", "selective"):
@@ -226,6 +233,7 @@ def compute_kept_for_recomputation(
     # RMSNorm's ``hidden_states.to(float32)`` saves a copy of a half-precision input, not the input itself.
     casts = arch.norm == "rmsnorm" and modules.kernels == "transformers" and modules.stream < FP32
     casts = casts or modules.normed > modules.stream
+    casts = casts or (casts_norms(arch, modules) and modules.stream > modules.compute)
     if find_family(arch).is_post_norm:  # projections read the input without a norm
         casts = modules.stream > modules.compute or modules.recasts
     kept_bytes = stream if casts else 0
@@ -320,11 +328,16 @@ def count_inner_gradients(arch: Architecture, modules: Modules) -> int:
     if not arch.gated_mlp:
         product = modules.inner_copies(list_parameter_names(arch).down)
         activation = find_family(arch).activation
+        # CUDA's autocast computes powers in fp32.
+        has_fp32_power = modules.autocast and modules.on_gpu
         if activation == "gelu_new":
-            # CUDA's autocast computes its cube in fp32, and so the gradients of both factors.
-            return (6 if modules.autocast and modules.on_gpu else 3) - product
-        # One kernel: the gradients of its output and input. The squared ReLU has two more.
-        return (4 if activation == "relu2" else 2) - product
+            # The cube, and so the gradients of both factors.
+            return (6 if has_fp32_power else 3) - product
+        if activation == "relu2":
+            # The gradient of the output, the input, twice the input, and the gradient of the input.
+            return (8 if has_fp32_power else 4) - product
+        # One kernel: the gradients of its output and input.
+        return 2 - product
     if modules.kernels == "liger":
         # Both branches' gradients overwrite the branches (liger-kernel, ops/swiglu.py).
         return 1
@@ -437,15 +450,19 @@ def _list_adapter_tensors(arch: Architecture, moe: bool, modules: Modules) -> li
     linears = arch.layer_linears(find_first_layer(arch, moe))
     adapted = [(target, shape[1]) for target, shape in linears if target in modules.targets]
     narrow = len(adapted) * modules.adapter_rank * (FP32 if modules.int8_base else modules.compute)
-    return [SavedTensor("attention", narrow + _compute_dropped_inputs(arch, modules, adapted), "sequence")]
+    return [
+        SavedTensor("attention", narrow + _compute_dropped_inputs(arch, moe, modules, adapted), "sequence")
+    ]
 
 
-def _compute_dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[str, int]]) -> int:
+def _compute_dropped_inputs(
+    arch: Architecture, moe: bool, modules: Modules, adapted: list[tuple[str, int]]
+) -> int:
     """Return the bytes per token added by dropout before adapters: masks, and inputs no longer shared.
 
     A mask takes a byte per element on a GPU, a full number on a CPU. If inputs are cast, each adapter has its
-    own copy anyway. Tensors that a norm or the MLP would save only for adapters are replaced by the dropped
-    copy. Adapters on an int8 base have an fp32 copy, with or without dropout, in addition to the base's own
+    own copy anyway. Else tensors that would be saved only for adapters are replaced by the dropped copies.
+    Adapters on an int8 base have an fp32 copy, with or without dropout, in addition to the base's own
     input.
     """
     if modules.int8_base:
@@ -463,8 +480,23 @@ def _compute_dropped_inputs(arch: Architecture, modules: Modules, adapted: list[
     copies = sum(inner for _, inner in adapted) * c
     if modules.keeps_frozen_inputs:
         return masks + copies
-    for readers in list_stream_readers(arch):
-        copies -= modules.stream_copies(*readers) * arch.hidden_size * c
-    product = (list_parameter_names(arch).down, arch.intermediate_size)
-    copies -= adapted.count(product) * arch.intermediate_size * c
-    return masks + copies
+    return masks + copies - _compute_replaced_inputs(arch, moe, modules, adapted)
+
+
+def _compute_replaced_inputs(
+    arch: Architecture, moe: bool, modules: Modules, adapted: list[tuple[str, int]]
+) -> int:
+    """Return the bytes per token that the lists of ``modules/`` have for adapters alone.
+
+    With dropout, each adapter saves a dropped copy instead.
+    """
+    attention, mlp = list_stream_readers(arch)
+    readers = [(*attention, *mlp)] if arch.norms_per_layer == 1 else [attention, mlp]
+    replaced = sum(modules.stream_copies(*names) for names in readers) * arch.hidden_size
+    names, experts = list_parameter_names(arch), arch.mixture_of_experts
+    product = experts.shared_expert_intermediate_size if moe and experts else arch.intermediate_size
+    replaced += adapted.count((names.down, product)) * product
+    replaced += count_output_copies(arch, modules, names.output) * get_attention_widths(arch).output
+    for rank, projection in list_latent_ranks(arch):
+        replaced += modules.inner_copies(projection) * rank
+    return replaced * modules.compute

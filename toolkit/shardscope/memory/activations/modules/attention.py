@@ -96,7 +96,7 @@ def list_kernel_tensors(
     c, heads, width = modules.compute, arch.num_attention_heads, get_attention_widths(arch)
     scores = compute_saved_scores(arch, modules)
     if scores:
-        feeds = modules.inner_copies(output_projection) * width.output * c
+        feeds = count_output_copies(arch, modules, output_projection) * width.output * c
         return [SavedTensor("attention", _compute_unfused_operands(arch, modules) + scores + feeds, "tp")]
     key, value = width.key, width.value
     has_mask = passes_mask(arch, modules)
@@ -117,12 +117,15 @@ def list_kernel_tensors(
     if latent is not None:
         value = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     tensors.append(SavedTensor("attention", (width.query + key + value + width.output) * c, "tp"))
-    copied = modules.inner_copies(
-        output_projection, already_saved=not _copies_output(arch, has_mask, modules)
-    )
-    if copied:
+    if count_output_copies(arch, modules, output_projection):
         tensors.append(SavedTensor("attention", width.output * c, "tp"))
     return tensors
+
+
+def count_output_copies(arch: Architecture, modules: Modules, output_projection: str = "o_proj") -> int:
+    """Return the saved copies of the output projection's input, besides what the kernel saves (0 or 1)."""
+    is_output = not compute_saved_scores(arch, modules) and not _copies_output(arch, modules)
+    return modules.inner_copies(output_projection, already_saved=is_output)
 
 
 def _compute_unfused_operands(arch: Architecture, modules: Modules) -> int:
@@ -191,7 +194,7 @@ def broadcasts_views(arch: Architecture, micro_batch_size: int) -> bool:
     return has_one_key_head(arch) and micro_batch_size == 1
 
 
-def _copies_output(arch: Architecture, has_mask: bool, modules: Modules) -> bool:
+def _copies_output(arch: Architecture, modules: Modules) -> bool:
     """Return whether the output is copied to be contiguous for the projection.
 
     Flash attention lays out its output like the query. Families that build the query with ``cat`` have it
@@ -204,7 +207,7 @@ def _copies_output(arch: Architecture, has_mask: bool, modules: Modules) -> bool
     if modules.joins_by_heads:
         return True
     flash = modules.fused_attention == "flash" and modules.compute < FP32
-    by_tokens = modules.on_gpu and (has_mask or not flash)
+    by_tokens = modules.on_gpu and (passes_mask(arch, modules) or not flash)
     return find_family(arch).concatenates_query and not by_tokens
 
 
@@ -266,15 +269,20 @@ def list_query_key_norms(arch: Architecture, modules: Modules) -> list[SavedTens
 
 def list_latent_tensors(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return DeepSeek's compressed query and key-value: each normalized, then projected up."""
-    if arch.latent_attention is None:
+    ranks = list_latent_ranks(arch)
+    if not ranks:
         return []
     c, saved = modules.compute, 0
-    ranks = (
-        (arch.latent_attention.q_lora_rank, "q_b_proj"),
-        (arch.latent_attention.kv_lora_rank, "kv_b_proj"),
-    )
     for rank, projection in ranks:
-        if rank:
-            normed = c * modules.trained + c * modules.inner_copies(projection)
-            saved += rank * (FP32 + normed) + FP32
+        normed = c * modules.trained + c * modules.inner_copies(projection)
+        saved += rank * (FP32 + normed) + FP32
     return [SavedTensor("attention", saved, "sequence")]
+
+
+def list_latent_ranks(arch: Architecture) -> list[tuple[int, str]]:
+    """Return the width of each latent, and the name of the projection that reads it."""
+    latent = arch.latent_attention
+    if latent is None:
+        return []
+    query = [(latent.q_lora_rank, "q_b_proj")] if latent.q_lora_rank else []
+    return [*query, (latent.kv_lora_rank, "kv_b_proj")]

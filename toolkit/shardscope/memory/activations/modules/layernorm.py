@@ -35,7 +35,9 @@ def _list_norms(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     attention, mlp = list_stream_readers(arch)
     if casts_norms(arch, modules):
         number = modules.compute
-        copies = min(1, sum(map(modules.saves_input, attention))) + min(1, sum(map(modules.saves_input, mlp)))
+        # The output is narrow already: projections share it, unless peft casts it for each adapter.
+        readers = (sum(map(modules.saves_input, names)) for names in (attention, mlp))
+        copies = sum(num_readers if modules.recasts else min(1, num_readers) for num_readers in readers)
     elif arch.norms_per_layer == 1:
         copies = modules.stream_copies(*attention, *mlp)
     else:
