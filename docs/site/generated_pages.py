@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -13,8 +14,11 @@ import tempfile
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from types import NoneType
+from typing import NamedTuple, get_args, get_type_hints
 from unittest.mock import patch
 
 from refusals import REFUSALS, Refusal
@@ -23,6 +27,9 @@ import shardscope as ss
 from shardscope.catalog import load_table
 from shardscope.cli.main import build_parser
 from shardscope.core.errors import FieldError
+from shardscope.core.layout import Layout
+from shardscope.frameworks.registry import frameworks, list_layout_names
+from shardscope.prediction.support import SUPPORT, list_supported
 
 REPOSITORY = Path(__file__).parents[2]
 TOOLKIT = REPOSITORY / "toolkit" / "shardscope"
@@ -285,6 +292,64 @@ def write_errors() -> str:
     )
 
 
+def write_layout_options() -> str:
+    """Return a table of the options of each framework's layout: default, values and meaning."""
+    parts = []
+    for name, framework in list_layout_names().items():
+        options = list(_list_options(frameworks[framework].layout_class))
+        if options:
+            parts.append(
+                f"### ss.Layout.{name}\n\n{write_table(('option', 'default', 'values', 'meaning'), options)}"
+            )
+    return "\n".join(parts)
+
+
+def _list_options(layout_class: type[Layout]) -> Iterator[tuple[str, ...]]:
+    """Yield name, default, values and docstring of each field of a layout."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(layout_class))).body
+    assert isinstance(definition, ast.ClassDef)
+    # The docstring of a field is the string after it.
+    docstrings = {
+        field.target.id: text.value.value
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+    types = get_type_hints(layout_class)
+    for field in fields(layout_class):
+        default = f"{field.default:_}" if type(field.default) is int else repr(field.default)
+        values = ", ".join(_list_values(types[field.name]))
+        yield f"`{field.name}`", f"`{default}`", values, _to_markdown(str(docstrings[field.name]))
+
+
+def _list_values(kind: object) -> Iterator[str]:
+    """Yield the values of a field's type, as Markdown."""
+    if parts := get_args(kind):
+        for part in parts:
+            yield from _list_values(part)
+    elif isinstance(kind, type):
+        yield {bool: "`True`, `False`", int: "a whole number", NoneType: "`None`"}[kind]
+    else:
+        yield f"`{kind!r}`"
+
+
+def write_recipe_values() -> str:
+    """Return a table of the recipe's values for which each framework's memory model has formulas."""
+    names = list_layout_names()
+    layout_classes = [frameworks[framework].layout_class for framework in names.values()]
+    rows = (
+        (
+            f"`{field}`",
+            *(
+                ", ".join(f"`{value}`" for value in list_supported(layout_class, field)) or "none"
+                for layout_class in layout_classes
+            ),
+        )
+        for field in SUPPORT
+    )
+    return write_table(("field of `ss.Recipe`", *(f"`{name}`" for name in names)), rows)
+
+
 def write_files_table(*folders: str) -> str:
     """Return a table of the modules in ``folders`` (globs in the toolkit) and their docstrings."""
     rows = []
@@ -293,10 +358,15 @@ def write_files_table(*folders: str) -> str:
             docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             if file.name == "__init__.py" or not docstring:
                 continue
-            text = " ".join(docstring.split("\n\n- ")[0].split())
-            text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").replace("*", chr(92) + "*")
-            rows.append((f"`{file.relative_to(TOOLKIT)}`", text))
+            text = docstring.split("\n\n- ")[0]
+            rows.append((f"`{file.relative_to(TOOLKIT)}`", _to_markdown(text)))
     return write_table(("file", "what it computes, and from which source"), rows)
+
+
+def _to_markdown(docstring: str) -> str:
+    """Return a docstring as one line of Markdown."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(docstring.split()))
+    return text.replace("``", "`").replace("*", chr(92) + "*")
 
 
 def write_tutorial(notebook: Path) -> str:
@@ -323,6 +393,8 @@ def write_pages(folder: Path) -> None:
         "parts/widgets.md": write_widgets_api(),
         "parts/teach.md": write_teaching_api(),
         **{f"parts/{topic.name}.md": write_api(topic) for topic in TOPICS},
+        "parts/layout_options.md": write_layout_options(),
+        "parts/recipe_values.md": write_recipe_values(),
         "parts/memory_files.md": write_files_table(
             "memory/state/*.py",
             "memory/activations/*.py",
