@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardscope.memory.activations.modules.compiled_layers import COMPILED_FAMIL
 from shardscope.memory.activations.modules.dora import DORA_FAMILIES
 from shardscope.memory.activations.modules.liger import LIGER_FAMILIES
 
+METHODS_OF_TRACE = inspect.getmembers(ss.Trace, inspect.isfunction)
 SITE = Path(__file__).parents[3] / "docs" / "site"
 LIMITS = (SITE.parent / "limits.md").read_text(encoding="utf-8")
 
@@ -139,3 +141,34 @@ def test_plans_that_limits_call_not_trained_are_not(
 ) -> None:
     plan = ss.Plan(architecture, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(**recipe), layout)
     assert why_not_trained(plan) is not None
+
+
+def test_every_analysis_of_a_trace_has_its_columns(pages: ModuleType) -> None:
+    rows = dict(line.strip("| \n").split(" | ", 1) for line in pages.write_trace_columns().splitlines()[2:])
+    own_classes = ("Collectives", "Stragglers", "Kernels", "CriticalPath", "Diff", "PlanComparison")
+    returned = {name: inspect.get_annotations(method).get("return", "") for name, method in METHODS_OF_TRACE}
+    analyses = {name for name, kind in returned.items() if kind.startswith("Table[") or kind in own_classes}
+    assert {*rows} == {f"`{name}()`" for name in analyses}
+    assert rows["`stragglers()`"].startswith(
+        "`rank`<br>`late_seconds`: Time per step by which it arrives after"
+    )
+    # Keys of the view only are left out.
+    assert "start_seconds" not in rows["`breakdown()`"] and "`start_seconds`" in rows["`critical_path()`"]
+
+
+@pytest.mark.parametrize("name", ["Finetune", "Pretrain"])
+def test_every_field_of_a_task_is_explained(pages: ModuleType, name: str) -> None:
+    """Autodoc shows the fields of a class, but not those of its bases."""
+    (topic,) = (one for one in pages.TOPICS if one.name == "runs")
+    shared = pages.MEMBERS["shardscope.training.tasks.text_task.TextTask"]
+    assert f":members: {', '.join(shared)}" in pages.write_api(topic)
+    task = getattr(ss, name)
+    assert {field.name for field in fields(task)} <= {*shared, *vars(task)["__annotations__"]}
+
+
+def test_members_chosen_for_the_reference_exist(pages: ModuleType) -> None:
+    for full_name, members in pages.MEMBERS.items():
+        module, _, name = full_name.rpartition(".")
+        owner = getattr(importlib.import_module(module), name)
+        source = inspect.getsource(owner)
+        assert all(hasattr(owner, member) or f"self.{member} = " in source for member in members), full_name
