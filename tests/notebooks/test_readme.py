@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.fault_table import FAULTS
@@ -73,6 +74,21 @@ def test_python_example_runs_as_pasted(tmp_path: Path) -> None:
     assert {"run.json", "status.jsonl", "events", "logs", "traces", "what_it_was"} <= {
         entry.name for entry in run.iterdir()
     }
+
+
+@pytest.mark.parametrize("page", ["docs/planning.md", "docs/teaching.md"])
+def test_examples_of_the_planner_run_as_pasted(page: str) -> None:
+    namespace: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", read_page(page), re.DOTALL):
+        exec(compile(block, page, "exec"), namespace)
+    if page == "docs/planning.md":
+        plan = ss.Plan(
+            ss.models["llama-3.1-8b"],
+            cast("ss.Cluster", namespace["cluster"]),
+            ss.Recipe(),
+            ss.Layout.fsdp2(),
+        )
+        assert plan.memory().fits and plan.step().seconds > 0
 
 
 @thorough()
