@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -13,8 +14,11 @@ import tempfile
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from types import NoneType
+from typing import NamedTuple, get_args, get_type_hints
 from unittest.mock import patch
 
 from refusals import REFUSALS, Refusal
@@ -23,6 +27,10 @@ import shardscope as ss
 from shardscope.catalog import load_table
 from shardscope.cli.main import build_parser
 from shardscope.core.errors import FieldError
+from shardscope.core.layout import Layout
+from shardscope.frameworks.registry import frameworks, list_layout_names
+from shardscope.prediction.support import SUPPORT, list_supported
+from shardscope.training.tasks.text_task import TextTask
 
 REPOSITORY = Path(__file__).parents[2]
 TOOLKIT = REPOSITORY / "toolkit" / "shardscope"
@@ -47,6 +55,31 @@ class Topic(NamedTuple):
     """Classes that these names return, by their full name."""
 
 
+FIELDS_OF_TASKS = tuple(field.name for field in fields(TextTask))
+CONSTRUCTORS = tuple(list_layout_names())
+MEMBERS = {
+    "shardscope.Layout": (
+        "framework",
+        "title",
+        *CONSTRUCTORS,
+        "to_dict",
+        "from_dict",
+        "to_json",
+        "from_json",
+    ),
+    "shardscope.training.tasks.text_task.TextTask": FIELDS_OF_TASKS,
+    "shardscope.runs.launch.context.Context": (
+        *("rank", "world_size", "device", "plan", "folder", "engine", "should_stop", "log", "log_memory"),
+        *("memory_metrics", "profile", "commands", "record", "barrier"),
+    ),
+    "shardscope.training.engine.Engine": (
+        *("seed", "fresh_weights", "max_grad_norm", "learning_rate", "weight_decay", "num_steps_done"),
+        *("grad_norm", "data_rank", "num_data_ranks", "setup", "step", "evaluate", "set_learning_rate"),
+        *("save", "load", "export", "memory"),
+    ),
+}
+"""Classes with members that only Shardscope calls -> the others. Other classes are documented in full."""
+
 TOPICS = (
     Topic(
         "plans",
@@ -70,9 +103,40 @@ TOPICS = (
             "shardscope.planner.repairs.make_it_fit.Fit",
         ),
     ),
-    Topic("runs", ("runs", "training", "frameworks"), ("shardscope.runs.sweep.Sweep",)),
+    Topic(
+        "runs",
+        ("runs", "training", "frameworks"),
+        (
+            "shardscope.training.tasks.text_task.TextTask",
+            "shardscope.runs.launch.context.Context",
+            "shardscope.training.engine.Engine",
+            "shardscope.training.examples.preview.Preview",
+            "shardscope.training.tasks.choices.Choices",
+            "shardscope.runs.explain.compare.Runs",
+            "shardscope.runs.sweep.Sweep",
+            "shardscope.runs.trained.chat.Chat",
+        ),
+    ),
     Topic("traces", ("trace",)),
 )
+
+
+ROWS_OF_TRACES = {
+    "breakdown": ("breakdown", "BreakdownRow"),
+    "steps": ("breakdown", "StepRow"),
+    "overlap": ("breakdown", "OverlapRow"),
+    "idle": ("breakdown", "IdleRow"),
+    "kernels": ("kernels", "KernelRow"),
+    "collectives": ("collectives", "CollectiveRow"),
+    "stragglers": ("stragglers", "StragglerRow"),
+    "critical_path": ("critical_path", "PathRow"),
+    "launches": ("launches", "LaunchRow"),
+    "memory": ("memory", "MemoryRow"),
+    "modules": ("modules", "ModuleRow"),
+    "diff": ("diff", "DiffRow"),
+    "compare": ("plan_comparison", "ComparisonRow"),
+}
+"""Method of ``Trace`` -> the class of its rows, in ``shardscope.trace.analysis``."""
 
 
 def list_public_names(topic: Topic) -> list[str]:
@@ -98,10 +162,18 @@ def _write_directive(module: str, name: str, value: object, inherited: bool) -> 
         return f".. py:data:: {module}.{name}\n\n   {MAPPINGS[name]}\n"
     if not isinstance(value, type):
         return f".. autofunction:: {module}.{name}\n"
-    options = "   :members:\n"
+    options = f"   :members: {', '.join(MEMBERS.get(f'{module}.{name}', ()))}".rstrip() + "\n"
+    if hooks := list_hooks(value):
+        options += f"   :exclude-members: {', '.join(hooks)}\n"
     if inherited:
         options += "   :inherited-members: object\n"
     return f".. autoclass:: {module}.{name}\n{options}"
+
+
+def list_hooks(owner: type) -> list[str]:
+    """Return the members of a class whose docstring only refers to its base class, which calls them."""
+    docstrings = {name: inspect.getdoc(member) or "" for name, member in vars(owner).items()}
+    return [name for name, text in docstrings.items() if text.startswith("See :class:")]
 
 
 def write_api(topic: Topic) -> str:
@@ -285,6 +357,99 @@ def write_errors() -> str:
     )
 
 
+def write_layout_options() -> str:
+    """Return a table of the options of each framework's layout: default, values and meaning."""
+    parts = []
+    for name, framework in list_layout_names().items():
+        options = list(_list_options(frameworks[framework].layout_class))
+        if options:
+            parts.append(
+                f"### ss.Layout.{name}\n\n{write_table(('option', 'default', 'values', 'meaning'), options)}"
+            )
+    return "\n".join(parts)
+
+
+def _list_options(layout_class: type[Layout]) -> Iterator[tuple[str, ...]]:
+    """Yield name, default, values and docstring of each field of a layout."""
+    docstrings, types = read_field_docstrings(layout_class), get_type_hints(layout_class)
+    for field in fields(layout_class):
+        default = f"{field.default:_}" if type(field.default) is int else repr(field.default)
+        values = ", ".join(_list_values(types[field.name]))
+        yield f"`{field.name}`", f"`{default}`", values, _to_markdown(docstrings[field.name])
+
+
+def read_field_docstrings(owner: type) -> dict[str, str]:
+    """Return the strings after the annotated fields of a class, by field, those of its bases included."""
+    docstrings: dict[str, str] = {}
+    # At run time a TypedDict's only base is dict; it has a record of the others.
+    bases = getattr(owner, "__orig_bases__", owner.__bases__)
+    for base in (*bases, owner):
+        if not isinstance(base, type) or not base.__module__.startswith("shardscope."):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                docstrings[field.target.id] = str(text.value.value)
+    return docstrings
+
+
+def _list_values(kind: object) -> Iterator[str]:
+    """Yield the values of a field's type, as Markdown."""
+    if parts := get_args(kind):
+        for part in parts:
+            yield from _list_values(part)
+    elif isinstance(kind, type):
+        yield {bool: "`True`, `False`", int: "a whole number", NoneType: "`None`"}[kind]
+    else:
+        yield f"`{kind!r}`"
+
+
+def write_trace_columns() -> str:
+    """Return a table of the columns that each analysis of a trace returns."""
+    trace = ss.Trace.load(REPOSITORY / "tests" / "fixtures" / "trace_2_ranks", cache=False)
+    rows = []
+    for method, (module, name) in ROWS_OF_TRACES.items():
+        row_class = getattr(importlib.import_module(f"shardscope.trace.analysis.{module}"), name)
+        docstrings = read_field_docstrings(row_class)
+        columns = [
+            f"`{column}`" + (f": {_to_markdown(docstrings[column])}" if column in docstrings else "")
+            for column in _list_columns(trace, method, row_class)
+        ]
+        rows.append((f"`{method}()`", "<br>".join(columns)))
+    return write_table(("method", "columns of its data frame"), rows)
+
+
+def _list_columns(trace: ss.Trace, method: str, row_class: type) -> Iterable[str]:
+    if method == "compare":  # It needs a plan with a predicted step, and all keys of its rows are columns.
+        return get_type_hints(row_class)
+    table = trace.diff(trace) if method == "diff" else getattr(trace, method)()
+    columns: tuple[str, ...] = table.columns
+    return columns
+
+
+def write_recipe_values() -> str:
+    """Return a table of the recipe's values for which each framework's memory model has formulas."""
+    names = list_layout_names()
+    layout_classes = [frameworks[framework].layout_class for framework in names.values()]
+    rows = (
+        (
+            f"`{field}`",
+            *(
+                ", ".join(f"`{value}`" for value in list_supported(layout_class, field)) or "none"
+                for layout_class in layout_classes
+            ),
+        )
+        for field in SUPPORT
+    )
+    return write_table(("field of `ss.Recipe`", *(f"`{name}`" for name in names)), rows)
+
+
 def write_files_table(*folders: str) -> str:
     """Return a table of the modules in ``folders`` (globs in the toolkit) and their docstrings."""
     rows = []
@@ -293,10 +458,15 @@ def write_files_table(*folders: str) -> str:
             docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             if file.name == "__init__.py" or not docstring:
                 continue
-            text = " ".join(docstring.split("\n\n- ")[0].split())
-            text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").replace("*", chr(92) + "*")
-            rows.append((f"`{file.relative_to(TOOLKIT)}`", text))
+            text = docstring.split("\n\n- ")[0]
+            rows.append((f"`{file.relative_to(TOOLKIT)}`", _to_markdown(text)))
     return write_table(("file", "what it computes, and from which source"), rows)
+
+
+def _to_markdown(docstring: str) -> str:
+    """Return a docstring as one line of Markdown."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(docstring.split()))
+    return text.replace("``", "`").replace("*", chr(92) + "*")
 
 
 def write_tutorial(notebook: Path) -> str:
@@ -323,6 +493,9 @@ def write_pages(folder: Path) -> None:
         "parts/widgets.md": write_widgets_api(),
         "parts/teach.md": write_teaching_api(),
         **{f"parts/{topic.name}.md": write_api(topic) for topic in TOPICS},
+        "parts/layout_options.md": write_layout_options(),
+        "parts/recipe_values.md": write_recipe_values(),
+        "parts/trace_columns.md": write_trace_columns(),
         "parts/memory_files.md": write_files_table(
             "memory/state/*.py",
             "memory/activations/*.py",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.fault_table import FAULTS
@@ -21,12 +22,17 @@ REPOSITORY = Path(__file__).parents[2]
 NOT_IN_REPOSITORY = (
     *("config.json", "FILES.md", "artifacts/soak/report.md", "artifacts/soak_cluster/report.md"),
     *("shardscope_report.md", "pretrain_gpt.py", "convert_hf_to_gguf.py"),
+    *("ray/state.json", "notebooks/answers/NAME.jsonl"),
 )
 """Files of other projects, and files that runs or machines with a GPU write."""
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-GUIDES = ("installing", "planning", "launching", "fine_tuning", "exports", "limits")
-PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
-"""Pages for users. The other pages of docs/ are written by commands."""
+GUIDES = ("installing", "planning", "launching", "cluster", "fine_tuning", "exports", "limits", "teaching")
+PAGES = (
+    *("README.md", *(f"docs/{guide}.md" for guide in GUIDES)),
+    *("docs/command_line.md", "docs/workshop.md"),
+    *(f"docs/how_to/{guide}.md" for guide in ("does_not_fit", "is_slow", "move_to_slurm")),
+)
+"""Pages for users. Others are written by commands, or are executed where the site is built."""
 NOT_TENSORS = ("communication", "runtime", "fragmentation")
 """Components of a prediction that torch does not count as allocated."""
 
@@ -70,10 +76,66 @@ def test_python_example_runs_as_pasted(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("page", ["docs/planning.md", "docs/teaching.md"])
+def test_examples_of_the_planner_run_as_pasted(page: str) -> None:
+    namespace: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", read_page(page), re.DOTALL):
+        exec(compile(block, page, "exec"), namespace)
+    if page == "docs/planning.md":
+        plan = ss.Plan(
+            ss.models["llama-3.1-8b"],
+            cast("ss.Cluster", namespace["cluster"]),
+            ss.Recipe(),
+            ss.Layout.fsdp2(),
+        )
+        assert plan.memory().fits and plan.step().seconds > 0
+
+
+@thorough()
+def test_example_of_your_own_function_trains(tmp_path: Path) -> None:
+    """The page leaves out the model and the batches; the rest of its block runs as pasted."""
+    needs("transformers")
+    (block,) = re.findall(r"```python\n(.*?)```", read_page("docs/launching.md"), re.DOTALL)
+    program = f"""
+import shardscope as ss
+
+plan = ss.Plan(
+    ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"),
+    ss.Recipe(seq_len=16, micro_batch_size=2, global_batch_size=8), ss.Layout.fsdp2(),
+)
+
+def build_model():
+    from shardscope.training.model.model import build_model
+
+    return build_model(plan.architecture, 0.0)
+
+def read_batches(rank, num_ranks):
+    import torch
+
+    for _ in range(3):
+        tokens = torch.randint(0, 1000, (plan.recipe.global_batch_size // num_ranks, plan.recipe.seq_len))
+        yield {{"input_ids": tokens, "labels": tokens}}
+
+{block}
+print(run.wait(), len([line["loss"] for line in run.metrics()]), (run.folder / "checkpoints/last").is_dir())
+"""
+    completed = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert completed.stdout.split() == ["finished", "6", "True"], completed.stderr
+
+
 def test_readme_is_short_and_links_to_every_page() -> None:
     assert len(README.splitlines()) < 120
     for page in PAGES[1:]:
-        assert f"]({page})" in README, f"the README does not link to {page}"
+        if "/how_to/" not in page:
+            assert f"]({page})" in README, f"the README does not link to {page}"
 
 
 def test_every_pip_extra_is_documented() -> None:

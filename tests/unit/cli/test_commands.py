@@ -551,6 +551,9 @@ def test_options_of_a_target_reach_launch(
         (["--layout", "ddp", "3"], "ddp alone, which has no fields"),
         (["--task", "finetune", "data=rows.csv"], "--task finetune weights=VALUE"),
         (["--task", "script"], "--task script source=VALUE"),
+        (["--task", "script", "train.py"], "source=train.py"),
+        (["--task", "finetune", "model"], "weights=model"),
+        (["--task", "pretrain", "30"], "num_steps=100"),
     ],
 )
 def test_fixes_of_fields_are_fields_of_what_was_named(words: list[str], fix: str, tmp_path: Path) -> None:

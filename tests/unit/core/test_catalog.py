@@ -146,7 +146,9 @@ def test_plan_cluster_and_recipe_errors_suggest_no_unrelated_name() -> None:
     with pytest.raises(FieldError) as field_error:
         Cluster.parse("8xtpu-v5p")
     assert field_error.value.problem == "tpu-v5p is not in the catalogue"
-    assert field_error.value.changes == {} and "ss.Gpu" in field_error.value.fix
+    assert field_error.value.changes == {}
+    assert field_error.value.fix.startswith("Cluster.of(Gpu(...), gpus_per_node)")
+    assert f"({Gpu.__module__}.{Gpu.__name__})" in field_error.value.fix
     with pytest.raises(FieldError) as field_error:
         Recipe(colour="red")  # type: ignore[call-arg]
     assert "colour" in field_error.value.fix, "the fix is to leave it out, not another key"

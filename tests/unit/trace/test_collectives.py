@@ -316,6 +316,17 @@ def test_what_if_without_an_axis_and_with_a_faster_link(tmp_path: Path) -> None:
         calls.what_if("tp", 0)
 
 
+def test_what_if_names_the_axes_that_a_trace_has(tmp_path: Path) -> None:
+    events = [step(1, 0, 1000), kernel(0, 500), all_reduce(500, 800, **arguments("allreduce", 8, 2, "7"))]
+    calls = load_ranks(tmp_path, {0: events, 1: events}).collectives()
+    assert to_ns(calls.what_if("").changed_seconds) == 700
+    with pytest.raises(ValueError, match='Allowed: "" for all of them, because this recording does not tell'):
+        calls.what_if("tp")
+    silent = load_ranks(tmp_path / "silent", {0: [step(1, 0, 1000), kernel(0, 500)]}).collectives()
+    with pytest.raises(ValueError, match="Allowed: none, because this trace has no collectives"):
+        silent.what_if("tp")
+
+
 def make_arrivals(delays: np.ndarray, transfer: int = 1000) -> dict[int, Events]:
     """Return ranks that arrive ``delays`` (calls x ranks) after each call's begin and leave together."""
     num_calls, num_ranks = delays.shape

@@ -170,14 +170,21 @@ def build_task(words: Sequence[str]) -> Callable[[Context], object]:
     name = check_choice("--task", words[0], TASKS)
     # By name, because each class imports what the others do not need.
     kind = getattr(ss, name.title())
-    fields = parse_fields("--task", words[1:])
     known = [field for field in dataclasses.fields(kind) if field.init]
-    check_keys(kind.__name__, fields, [field.name for field in known])
-    for field in known:
-        has_default = not (field.default is field.default_factory is dataclasses.MISSING)
-        if field.name not in fields and not has_default:
-            allowed, example = REQUIRED_FIELDS[field.name]
-            refuse(f"{kind.__name__}.{field.name}", None, allowed, f"--task {name} {field.name}={example}")
+    required = [
+        field.name for field in known if field.default is field.default_factory is dataclasses.MISSING
+    ]
+    names = [field.name for field in known]
+    for word in words[1:]:
+        # As in Python, where these fields are positional: script train.py, finetune my-model.
+        if required and "=" not in word and word not in names:
+            refuse("--task", word, FIELDS_METAVAR, f"{required[0]}={word}")
+    fields = parse_fields("--task", words[1:])
+    check_keys(kind.__name__, fields, names)
+    for field in required:
+        if field not in fields:
+            allowed, example = REQUIRED_FIELDS[field]
+            refuse(f"{kind.__name__}.{field}", None, allowed, f"--task {name} {field}={example}")
     task: Callable[[Context], object] = kind(**fields)
     return task
 

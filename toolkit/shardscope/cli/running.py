@@ -98,6 +98,7 @@ def _add_launch_command(commands: Commands) -> None:
         "  shardscope launch plan.json --task pretrain num_steps=100 --wait\n"
         "  shardscope launch --model 2m --cluster 2xcpu --recipe seq_len=64 global_batch_size=8\n"
         "  shardscope launch plan.json --task finetune weights=model data=data.jsonl export=true\n"
+        "  shardscope launch plan.json --task script source=train.py\n"
         '  shardscope launch plan.json --on slurm --partition a100 --time 2:00:00 --setup "module load cuda"',
     )
     add_plan_options(parser)

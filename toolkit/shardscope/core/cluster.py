@@ -221,9 +221,9 @@ class Cluster(Serializable):
         """Create a cluster of ``gpu`` with its usual links and host from the catalogue.
 
         A GPU outside of the catalogue gets PCIe 4.0, unless it names another link, and 25 Gb/s Ethernet. That
-        is enough for ``plan.memory()``; ``plan.step()`` and ``search`` raise ``ValueError``, because they
-        depend on bandwidths. Set the real links with ``dataclasses.replace``. Raises ``ValueError`` for bad
-        values.
+        is enough for ``plan.memory()``; ``plan.step()`` and ``search`` raise ``ValueError`` where they depend
+        on an assumed link, between its GPUs or between nodes. Set the real links with
+        ``dataclasses.replace``. Raises ``ValueError`` for bad values.
         """
         from shardscope.catalog import links, load_table  # circular import
         from shardscope.machine.host import get_host_memory_bytes
@@ -270,9 +270,8 @@ class Cluster(Serializable):
         per_node, nodes = (counts or [1])[-1], counts[0] if len(counts) == 2 else 1
         if match[2] not in gpus:
             meant = find_similar(match[2], gpus)
-            fix = (
-                Value(match[1] + meant) if meant else "ss.Cluster.of(ss.Gpu(...)), with the GPU's own figures"
-            )
+            own = "Cluster.of(Gpu(...), gpus_per_node), of its own figures (shardscope.core.cluster.Gpu)"
+            fix = Value(match[1] + meant) if meant else own
             allowed, problem = f"{form}; types: {', '.join(gpus)}", f"{match[2]} is not in the catalogue"
             refuse("cluster", text, allowed, fix, problem=problem)
         return cls.of(gpus[match[2]], per_node, nodes)

@@ -229,10 +229,11 @@ class Engine(ABC):
         """Load a checkpoint of the same model that ``save`` wrote in a run folder of this user.
 
         Call it on all ranks together, after ``setup``. A relative ``path`` is resolved against this run's
-        folder (``ctx.folder``). The number of ranks may differ, and DDP and FSDP2 load each other's. Raises
-        ``FileNotFoundError`` if there is no complete checkpoint, ``PermissionError`` if it belongs to another
-        user, ``ValueError`` if its pickles contain more than tensors, plain values and the classes of its
-        format, and no manifest proves that a launch of this user saved it.
+        folder (``ctx.folder``). The number of ranks may differ, except with DeepSpeed, and DDP and FSDP2 load
+        each other's. Raises ``FileNotFoundError`` if there is no complete checkpoint, ``PermissionError`` if
+        it belongs to another user, ``ValueError`` if it is of another format or, with DeepSpeed, of other
+        degrees or another stage, and if its pickles contain more than tensors, plain values and the classes
+        of its format, and no manifest proves that a launch of this user saved it.
         """
 
     @abstractmethod

@@ -184,9 +184,11 @@ class Collectives(Table[CollectiveRow]):
         """
         axes = sorted({row["axis"] for row in self})
         if axis not in axes:
-            raise ValueError(
-                f"what_if axis {axis!r} has no collectives. Allowed: {axes}. Fix: pass one of them."
-            )
+            allowed = ", ".join(map(repr, axes)) or "none, because this trace has no collectives"
+            if axes == [""]:
+                # Neither a name of a group nor the plan of a run tells what its ranks have in common.
+                allowed = '"" for all of them, because this recording does not tell their axes'
+            raise ValueError(f"what_if axis {axis!r} has no collectives. Allowed: {allowed}.")
         if not link_speed > 0:
             raise ValueError(
                 f"what_if link_speed {link_speed} is not positive. Fix: 2.0 for twice the speed."
