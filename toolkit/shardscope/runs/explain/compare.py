@@ -33,11 +33,10 @@ SHOWN = {
     "loss": "{:.4g}",
     "step_seconds": "{:.3g}",
     "predicted_step_seconds": "{:.3g}",
-    "step_error": "{:+z.0%}",
     "tensors_gib": "{:.3g}",
     "predicted_tensors_gib": "{:.3g}",
-    "memory_error": "{:+z.0%}",
 }
+ERRORS = ("step_error", "memory_error")
 
 
 MAX_SHOWN = 200
@@ -391,4 +390,6 @@ def _format_value(name: str, value: object) -> str:
         # Local time, as in the default run names, with its offset: the page may be read in another zone.
         local = datetime.fromtimestamp(value.timestamp()).astimezone()
         return local.isoformat(sep=" ", timespec="minutes")
+    if name in ERRORS and isinstance(value, float):
+        return f"{100 * value:+z.0f} %"
     return SHOWN[name].format(value) if name in SHOWN else str(value)
