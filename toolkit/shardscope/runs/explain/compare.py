@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
 from shardscope.core.html_table import LONG_NAME, TABLE, WIDE_BOX, render_text
+from shardscope.core.number_format import format_error
 from shardscope.records.clock_offsets import sum_seconds
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.folder_checks import shorten_message
@@ -391,5 +392,5 @@ def _format_value(name: str, value: object) -> str:
         local = datetime.fromtimestamp(value.timestamp()).astimezone()
         return local.isoformat(sep=" ", timespec="minutes")
     if name in ERRORS and isinstance(value, float):
-        return f"{100 * value:+z.0f} %"
+        return format_error(value)
     return SHOWN[name].format(value) if name in SHOWN else str(value)
