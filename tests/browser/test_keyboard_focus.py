@@ -71,6 +71,10 @@ def test_focus_ring_is_drawn_at_every_tab_stop(page: Any) -> None:
             assert [one for one in missing if one] == [], f"{theme} {tab}"
 
 
+RING_OFFSET = """() => document.activeElement.matches('.widget-box[tabindex="-1"]:focus-visible')
+    ? getComputedStyle(document.activeElement).outlineOffset : ''"""
+
+
 def test_focus_stays_in_the_studio_when_a_pressed_button_goes(page: Any) -> None:
     studio = page.locator(".ss-studio")
     fill_input(page, "Model", "llama-3.1-70b")
@@ -79,6 +83,8 @@ def test_focus_stays_in_the_studio_when_a_pressed_button_goes(page: Any) -> None
     wait_for_verdict(page, "fits")
     page.wait_for_timeout(500)
     assert page.evaluate(IN_STUDIO), "Make it fit"
+    # Where a box has the focus, its ring is inside of it: the boxes around cut off the rest.
+    assert page.evaluate(RING_OFFSET) in ("", "-2px")
     press(page, studio.get_by_role("button", name="Undo"))
     assert page.evaluate(IN_STUDIO), "Undo"
     fill_input(page, "Model", "llama-3.1-8b")

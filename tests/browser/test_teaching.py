@@ -24,6 +24,12 @@ PLAN = ss.Plan(
     ss.Layout.megatron(pp=4),
 )
 FSDP2 = replace(PLAN, layout=ss.Layout.fsdp2())
+EXPERTS = ss.Plan(
+    ss.models["deepseek-v3"],
+    ss.Cluster.parse("32x8xh100-sxm-80gb"),
+    ss.Recipe(global_batch_size=256),
+    ss.Layout.megatron(pp=16, ep=16),
+)
 MANY = ss.Plan(
     PLAN.architecture,
     ss.Cluster.parse("8x8xh100-sxm-80gb"),
@@ -36,6 +42,7 @@ VIEWS: dict[str, Callable[[], Any]] = {
     "sharding_of_many": lambda: ShardingView(MANY),
     "sharding_zero_1": lambda: ShardingView(replace(PLAN, layout=ss.Layout.zero(1))),
     "roofline": lambda: RooflineView(FSDP2),
+    "roofline_of_experts": lambda: RooflineView(EXPERTS),
 }
 IMPORTS = "import shardscope as ss\nfrom shardscope_widgets import ScheduleView"
 CELLS = (
@@ -44,7 +51,13 @@ CELLS = (
     "ss.Recipe(global_batch_size=16, recompute='selective'), ss.Layout.megatron(pp=4))",
     "schedule = ScheduleView(plan)\nschedule",
 )
-NUM_STEPS = {"sharding": 3, "sharding_of_many": 1, "sharding_zero_1": 3, "roofline": 2}
+NUM_STEPS = {
+    "sharding": 3,
+    "sharding_of_many": 1,
+    "sharding_zero_1": 3,
+    "roofline": 2,
+    "roofline_of_experts": 2,
+}
 """Steps that the screenshots go, if not six."""
 LOOKS = {
     "light_1024": ("light", 1024),
@@ -132,6 +145,33 @@ def test_sharding_and_roofline_are_walked_through_by_keys(
     page.get_by_role("slider", name="Step").focus()
     page.keyboard.press("ArrowRight")
     expect(words).to_contain_text("2 × 4,096")
+    page.context.close()
+
+
+READABLE = """() => {
+    const boxes = selector => [...document.querySelectorAll(selector)].map(e => e.getBoundingClientRect());
+    const names = boxes(".annotation-text"), points = boxes(".points path.point");
+    const holds = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+    const middle = p => ({
+        left: (p.left + p.right) / 2, right: (p.left + p.right) / 2,
+        top: (p.top + p.bottom) / 2, bottom: (p.top + p.bottom) / 2,
+    });
+    return names.every((name, i) => name.right <= innerWidth && name.left >= 0
+        && !names.some((other, j) => j > i && holds(name, other))
+        && !points.some(point => holds(name, middle(point))));
+}"""
+"""Whether each name of a roofline is inside of the window, and neither on another name nor on a point."""
+
+
+@pytest.mark.parametrize("width", [360, 900])
+@pytest.mark.parametrize("name", ["roofline", "roofline_of_experts"])
+def test_names_of_a_roofline_are_readable(
+    name: str, width: int, browser: Any, pages: dict[str, Path], errors: list[str]
+) -> None:
+    page = open_page(browser, pages[name], errors, width=width)
+    for _ in range(4):
+        page.wait_for_function(READABLE)
+        page.get_by_role("button", name="Next step").click()
     page.context.close()
 
 

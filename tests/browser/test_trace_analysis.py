@@ -94,6 +94,16 @@ CHOSEN_TAB = """() => {
 }"""
 
 
+LEFT_AND_RIGHT_ENDS = """() => ['.ss-findings-of-trace', '.ss-trace-bar', '.ss-analysis-tabs']
+    .map(selector => document.querySelector(selector).getBoundingClientRect())
+    .map(box => [Math.round(box.left), Math.round(box.right)])"""
+ARROW_IN_ROW = """() => {
+    const row = document.querySelector('.ss-analysis-tabs').getBoundingClientRect();
+    const arrow = document.querySelector('.ss-analysis-tabs .ss-tabs-after.ss-on');
+    return Boolean(arrow) && arrow.getBoundingClientRect().right <= row.right;
+}"""
+
+
 def choose_analysis(page: Any, name: str) -> Any:
     """Choose another tab of the analysis, wait until it is computed, and return its body."""
     before = page.evaluate(TEXT)
@@ -113,6 +123,13 @@ def test_trace_tab_answers_why_a_step_is_slow(page: Any) -> None:
     expect(page.locator(".ss-findings-of-trace li")).to_have_count(3)
     page.wait_for_function("+document.querySelector('.ss-trace canvas').dataset.slices > 100")
     save_screenshot(page, "trace_analysis_light")
+
+    # Sentences, view and tables have the same edges, and the arrow to the last tabs is inside of them.
+    ends = page.evaluate(LEFT_AND_RIGHT_ENDS)
+    assert ends[0] == ends[1] == ends[2], ends
+    page.set_viewport_size({"width": 1000, "height": 800})
+    page.wait_for_function(ARROW_IN_ROW)
+    page.set_viewport_size({"width": 1280, "height": 800})
 
     # A sentence moves the view, and so does a row of a table, which the view is scrolled back for.
     before = page.evaluate(VIEWPORT)

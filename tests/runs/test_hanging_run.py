@@ -31,6 +31,7 @@ def test_fault_05_10_a_hang_is_reported_with_stacks_and_a_killed_rank_with_memor
     assert (
         run.reason.startswith("no step for ") and "rank 1: stuck_elsewhere (hanging_tasks.py:" in run.reason
     ), run.reason
+    assert run.is_hanging
     assert "rank 0: all_reduce (distributed_c10d.py:" in run.reason, run.reason
     assert ", called from hangs (hanging_tasks.py:" in run.reason, run.reason
     assert "in stuck_elsewhere" in run.logs(1) and "in all_reduce" in run.logs(0)
@@ -38,6 +39,7 @@ def test_fault_05_10_a_hang_is_reported_with_stacks_and_a_killed_rank_with_memor
 
     os.kill(rank_pid(run, 1), signal.SIGKILL)
     assert run.wait(20) == "failed"
+    assert not run.is_hanging
     assert run.reason.startswith("rank 1 was killed by SIGKILL: the kernel"), run.reason
     assert "host memory ran out" not in run.reason, "no counter moved: this test sent the signal"
     assert "it last used" in run.reason and " free" in run.reason
@@ -63,6 +65,7 @@ def test_fault_05_a_standstill_of_a_task_that_logs_nothing(
     run = launch(plan, tasks.waits_in_silence, folder=tmp_path)
     seconds_until(lambda: "rank 1: stuck_elsewhere" in run.reason or run.status == "failed")
     assert run.status == "running" and run.reason.startswith("no activity for "), run.reason
+    assert run.is_hanging
     assert "rank 0: all_reduce (distributed_c10d.py:" in run.reason, run.reason
     assert "in stuck_elsewhere" in run.logs(1)
     run.stop()

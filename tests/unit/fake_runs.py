@@ -45,7 +45,7 @@ class FakeRun:
     name, reason, error, note = "fake", "because", None, ""
     world_size = 2
     trains_the_plan = False
-    has_looked = False
+    has_looked = is_hanging = False
     keeps_best = keeps_a_model = False
     num_steps: int | None = None
     prediction: PredictedMetrics | None = None

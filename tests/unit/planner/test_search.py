@@ -77,6 +77,9 @@ def every_layout(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[L
         ):
             if tp == 1 and (etp is not None or sequence is not None):
                 continue  # the same layout by other words
+            shares = cluster.num_gpus > tp * pp or (ep > 1 and tp > ep * (etp or tp))
+            if not distributed and recipe.optimizer == "adamw" and not shares:
+                continue  # a rank without replicas has nothing to shard
             tried.append(
                 {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
                 | {"sequence_parallel": sequence, "distributed_optimizer": distributed}
@@ -117,6 +120,26 @@ def test_the_grid_has_all_valid_plans(framework: str, arch: Any) -> None:
                 continue
     assert len(found) == len(set(found))
     assert set(found) == taken
+
+
+@pytest.mark.parametrize("arch", [LLAMA, MOE], ids=lambda arch: arch.name)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_plan_of_ranks_without_replicas_is_listed_once(arch: Any, optimizer: str) -> None:
+    """The distributed optimizer has nothing to shard there: with it and without it is one plan."""
+    cluster, recipe = ss.Cluster.parse("4xh100-sxm-80gb"), ss.Recipe(seq_len=1024, global_batch_size=8)
+    ranking = ss.search(arch, cluster, replace(recipe, optimizer=optimizer), frameworks=["megatron"])
+    frame = ranking.to_frame()
+    alone = frame[(frame["data_parallel"] == 1) & (frame["cp"] == 1) & (frame["ep"] == 1)]
+    assert len(alone)
+    split = ~alone["layout"].str.contains("distributed_optimizer=False")
+    assert split.all() if optimizer == "adamw" else not split.any()
+    for row in alone.index[:3]:
+        plan = ranking.plan(row)
+        if optimizer == "adamw":
+            layout: Any = replace(plan.layout, distributed_optimizer=False)  # type: ignore[call-arg]
+            other = replace(plan, layout=layout)
+            assert other.memory().peak_bytes == plan.memory().peak_bytes
+            assert other.step().seconds == plan.step().seconds
 
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -49,6 +49,21 @@ def test_reasons_of_runs_contain_no_project_jargon(name: str) -> None:
     assert not [text for text in list_strings(path) if " " in text and JARGON.search(text)]
 
 
+def test_percentages_have_a_space_before_the_sign() -> None:
+    """Screens and messages write "10 %"; Python's ``.0%`` writes "10%"."""
+    toolkit = FOLDER.parent.parent / "toolkit" / "shardscope"
+    unspaced = {
+        f"{path.name}: {ast.unparse(node)}"
+        for path in (*FOLDER.rglob("*.py"), *toolkit.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FormattedValue)
+        and node.format_spec is not None
+        and ast.unparse(node.format_spec).endswith("%'")
+    }
+    assert not unspaced
+    assert not [text for path in toolkit.rglob("*.py") for text in list_strings(path) if ".0%}" in text]
+
+
 def test_search_chart_describes_the_number_of_points() -> None:
     ranking: Any = SimpleNamespace(num_evaluated=12_032, num_feasible=3_204, seconds=0.41)
     description = ranking_figure.describe_counts(ranking, 912)

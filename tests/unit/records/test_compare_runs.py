@@ -63,7 +63,7 @@ def test_table_of_runs_has_measurements_and_errors(two_runs: Path) -> None:
     assert frame["tensors_gib"][0] == pytest.approx(measured.tensor_bytes / 2**30)
     assert frame["memory_error"][0] == pytest.approx(measured.error)
     html = runs._repr_html_()
-    assert ">+50%</td>" in html and ">–</td>" in html and "b&lt;i&gt;" in html and "<i>" not in html
+    assert ">+50 %</td>" in html and ">–</td>" in html and "b&lt;i&gt;" in html and "<i>" not in html
     assert "min-width:6em'>started</th>" in html
     assert "container-type:inline-size" in html and "cqw" in html, "on paper, a wide table is smaller"
     assert "predicted step seconds" in html

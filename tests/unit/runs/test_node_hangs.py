@@ -63,10 +63,12 @@ def test_fault_82_node_0_names_the_rank_that_is_behind(nodes: tuple[NodeFolder, 
         assert message is not None and message.startswith("no step for 61 s, while a step takes 0.1 s")
         assert (clause or "in a collective rank 0 waits for rank 1 on node 1 (b)") in message, message
         assert message.index("rank 1: read_batch (train.py:7)") < message.index("rank 0: all_reduce")
+        assert lead.hangs
         # It is reported once, and its end too.
         assert lead.check(make_report(0, COLLECTIVE), None, 1.0) is None
         other.check(None, None, 1.0)
         assert lead.check(None, "steps are logged again", 1.0) == "the ranks make progress again"
+        assert not lead.hangs
         assert lead.check(None, None, 1.0) is None
 
 

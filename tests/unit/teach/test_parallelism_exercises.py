@@ -103,6 +103,9 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
             right = (tp, sequence_parallel) == (8, True)
             assert teach.check("05-inside-a-node", layout).correct is right, layout
             assert teach.check("05-inside-a-node", replace(plan, layout=layout)).correct is right
+    # The same unit as in the chart of the plan.
+    too_large = teach.check("05-inside-a-node", ss.Layout.megatron(tp=4)).text
+    assert "(the peak is 137 of 79.1 GiB)" in too_large, too_large
     # As sequence parallelism comes with tp, learners need not name it.
     assert teach.check("05-inside-a-node", ss.Layout.megatron(tp=8)).correct
     for layout in (ss.Layout.megatron(tp=8, pp=2), ss.Layout.fsdp2(tp=8)):

@@ -86,6 +86,12 @@ def format_share(share: float) -> str:
     return f"{value:.0f} %" if value >= 0.95 or not value else f"{value:.2g} %"
 
 
+def format_error(share: float) -> str:
+    """Return the relative error of a prediction in per cent: ``+12 %``, ``-3 %``, ``0 %``."""
+    text = f"{100 * share:+z.0f} %"
+    return "0 %" if text == "+0 %" else text
+
+
 def format_count(number: float, noun: str) -> str:
     """Return a count with its noun: ``3 layers``, ``1 layer``, ``4,096 tokens``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

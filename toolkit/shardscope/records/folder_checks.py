@@ -235,6 +235,7 @@ _TRANSITION: Mapping[str, Callable[[object], bool]] = {
     "time": is_number,
     "reason": _is_text,
     "error": _is_text,
+    "hangs": _is_flag,
 }
 _SUPERVISOR: Mapping[str, Callable[[object], bool]] = {
     "pid": is_int,

@@ -201,6 +201,12 @@ class Run:
         return plain_text(str(self._status.read()["reason"] or ""))
 
     @property
+    def is_hanging(self) -> bool:
+        """Whether the ranks of a running run make no progress; :attr:`reason` has their positions."""
+        state = self._status.read()
+        return state["status"] == "running" and state.get("hangs") is True
+
+    @property
     def error(self) -> str | None:
         """The traceback of the rank that failed first, or the end of its log if it left none."""
         # The supervisor stores the error with the final status. A lost run has none, but its ranks may have

@@ -40,6 +40,8 @@ class RunSummary:
     status: str = DAMAGED
     """Status of the run, or "damaged"."""
     reason: str = ""
+    is_hanging: bool = False
+    """Whether the ranks of a running run make no progress."""
     created: float = 0.0
     """Launch time in seconds since the epoch; 0 if unknown."""
 
@@ -200,7 +202,14 @@ def summarize(path: Path, run: Run | None = None) -> RunSummary:
     try:
         check_file_kinds(folder)
         run = Run(folder) if run is None else run
-        return RunSummary(name=path.name, run=run, status=run.status, reason=run.reason, created=run.created)
+        return RunSummary(
+            name=path.name,
+            run=run,
+            status=run.status,
+            reason=run.reason,
+            is_hanging=run.is_hanging,
+            created=run.created,
+        )
     except Exception as error:  # One damaged folder must not hide the others.
         if isinstance(error, OSError) and describe_shortage(error):
             raise

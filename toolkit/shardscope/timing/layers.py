@@ -20,12 +20,13 @@ from shardscope.timing.matmul import (
     count_adapter_products,
     count_adapters,
     count_attention_flops_per_token,
+    count_attention_operands,
     count_dora_products,
     count_eager_attention,
     count_layer_products,
 )
 from shardscope.timing.parallel import list_parallel_collectives
-from shardscope.timing.rates import MAX_SDPA_HEAD_DIM
+from shardscope.timing.rates import MAX_SDPA_HEAD_DIM, MOVED_BYTES
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -276,8 +277,9 @@ class LayerWork:
         """Return the seconds of core attention, forward and backward.
 
         Fused: two matmuls forward and five backward with the keys that the kernel does not skip (Dao 2023,
-        section 3.1; :func:`count_attention_keys`), slower for fewer keys. Eager: the full matmuls, two
-        forward and four backward.
+        section 3.1; :func:`count_attention_keys`), slower for fewer keys, and at least the time to read its
+        operands and write its result, which bounds sequences of few hundred tokens. Eager: the full matmuls,
+        two forward and four backward.
         """
         arch, modules, tp = self.arch, self.modules, self.plan.degrees.tp
         seq_len = self.plan.recipe.seq_len
@@ -287,12 +289,13 @@ class LayerWork:
             return once, 2 * once
         # torch 2.13, utils/flop_counter.py: sdpa_flop_count has two matmuls, sdpa_backward_flop_count five,
         # because the scores are computed again.
-        rate = self.rates.get_attention_rate(
-            HALF_PEAKS[self.plan.recipe.precision], find_attention_kernels(arch, modules)
-        )
+        precision = HALF_PEAKS[self.plan.recipe.precision]
+        rate = self.rates.get_attention_rate(precision, find_attention_kernels(arch, modules))
         flops = self.tokens * count_attention_flops_per_token(arch, modules) / tp
         flops = flops * (1 + rate.half_keys / seq_len)
-        return flops / rate.forward, 2.5 * flops / rate.backward
+        moving = MOVED_BYTES[precision] * self.tokens * count_attention_operands(arch) / tp / self.memory
+        # Backward reads them and the result's gradient, and writes three gradients.
+        return maximum(flops / rate.forward, moving), maximum(2.5 * flops / rate.backward, 2 * moving)
 
     def _count_saved_bytes(self, moe: bool) -> float:
         """Return the bytes that a layer's operators save for backward without recomputation."""

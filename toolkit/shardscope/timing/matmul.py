@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
-from shardscope.memory.activations.modules.attention import is_unfused, passes_mask
+from shardscope.memory.activations.modules.attention import get_attention_widths, is_unfused, passes_mask
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.memory.state.stages import is_replicated, list_rank_shapes
 
@@ -230,6 +230,12 @@ def count_attention_flops_per_token(arch: Architecture, modules: Modules) -> flo
     keys, sliding = count_attention_keys(arch, modules), arch.sliding_window_layers
     total = (arch.num_hidden_layers - sliding) * keys.full + sliding * keys.sliding
     return 2.0 * arch.num_attention_heads * _get_score_width(arch) * total / arch.num_hidden_layers
+
+
+def count_attention_operands(arch: Architecture) -> int:
+    """Return the elements per token of fused attention's queries, keys, values and result."""
+    width = get_attention_widths(arch)
+    return width.query + width.key + width.value + width.output
 
 
 def _get_score_width(arch: Architecture) -> int:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardscope.memory.activations.modules.attention import (
-    get_attention_widths,
-    is_unfused,
-)
+from shardscope.memory.activations.modules.attention import is_unfused
 from shardscope.memory.state.stages import is_replicated, list_rank_shapes
 from shardscope.timing.layers import HALF_PEAKS, PEAKS
-from shardscope.timing.matmul import count_attention_flops_per_token, count_eager_attention, count_unaligned
+from shardscope.timing.matmul import (
+    count_attention_flops_per_token,
+    count_attention_operands,
+    count_eager_attention,
+    count_unaligned,
+)
 from shardscope.timing.rates import MOVED_BYTES
 
 if TYPE_CHECKING:
@@ -91,6 +93,5 @@ def _count_attention(work: LayerWork, moe: bool) -> OperatorCost:
             "attention", "attention", 2 * pairs, MOVED_BYTES[precision] * moved, seconds, precision
         )
     flops = work.tokens * count_attention_flops_per_token(arch, modules) / tp
-    width = get_attention_widths(arch)
-    moved = work.tokens * (width.query + width.key + width.value + width.output) / tp
+    moved = work.tokens * count_attention_operands(arch) / tp
     return OperatorCost("attention", "attention", flops, MOVED_BYTES[precision] * moved, seconds, precision)

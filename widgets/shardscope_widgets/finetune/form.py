@@ -261,7 +261,7 @@ def describe_validation(task: ss.Finetune, *, is_chosen: bool) -> str:
         why = "No data are held out" if is_chosen else "Too few data to hold some out"
         return f"{why} for validation: the last weights are kept."
     held_out = (
-        f"{task.validation:.0%} of the data are held out for validation."
+        f"{100 * task.validation:.0f} % of the data are held out for validation."
         if isinstance(task.validation, float)
         else f"Validated on {describe_source(task.validation)}."
     )

@@ -187,7 +187,7 @@ def describe_cost(seconds_lost: float, seconds: float) -> str:
     share = max(ratio, 1 / ratio) - 1
     if share < 0.005:
         return "same speed"
-    return f"{share:.0%} {'slower' if ratio > 1 else 'faster'}".replace("%", " %")
+    return f"{100 * share:.0f} % {'slower' if ratio > 1 else 'faster'}"
 
 
 def describe_no_fit(plan: ss.Plan) -> str:

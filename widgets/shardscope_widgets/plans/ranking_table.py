@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
@@ -85,7 +86,8 @@ def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | Non
     cost = "–" if costs is None else format_dollars(1e6 * float(costs[0]))
     current = chosen is not None and is_row(ranking, index, *chosen)
     kind = " class='ss-current'" if current else ""
-    name = escape(describe_layout(plan.layout))
+    # A degree and its number stay on one line.
+    name = re.sub(r" (?=\d)", "\N{NO-BREAK SPACE}", escape(describe_layout(plan.layout)))
     notes = ["this plan"] if current else []
     notes += [
         f"<span title='{escape(reason, quote=True)}'>{label}</span>"

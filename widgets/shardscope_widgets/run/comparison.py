@@ -9,7 +9,7 @@ from math import isfinite, isnan
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.core.number_format import Scale
+from shardscope.core.number_format import Scale, format_error
 from shardscope.records.folder import RunFolder
 from shardscope.records.folder_checks import shorten_message
 from shardscope.runs.explain.compare import Comparison, Curve
@@ -155,10 +155,10 @@ def _describe_totals(totals: RunTotals, predicted: float | None, scale: Scale, u
         "step time": scale.format_with_unit(measured) if measured else "",
         "predicted time": scale.format_with_unit(predicted) if predicted else "",
         # Positive if the prediction was too high, as everywhere.
-        "error of time": f"{100 * (predicted / measured - 1):+z.0f} %" if predicted and measured else "",
+        "error of time": format_error(predicted / measured - 1) if predicted and measured else "",
         "tensors at peak": format_bytes(totals.tensor_bytes),
         "predicted peak": format_bytes(totals.predicted_tensor_bytes),
-        "error of memory": "" if totals.memory_error is None else f"{100 * totals.memory_error:+z.0f} %",
+        "error of memory": "" if totals.memory_error is None else format_error(totals.memory_error),
     }
 
 
@@ -177,7 +177,13 @@ def _describe_settings(comparison: Comparison) -> list[str]:
 
 
 def _create_chart() -> Chart:
-    axis_x = {"showgrid": False, "zeroline": False, "nticks": 6, "rangemode": "tozero"}
+    axis_x = {
+        "showgrid": False,
+        "zeroline": False,
+        "nticks": 6,
+        "rangemode": "tozero",
+        "separatethousands": True,
+    }
     layout = {
         "height": 340,
         "autosize": True,
@@ -209,7 +215,12 @@ def _create_chart() -> Chart:
     return chart
 
 
-_AXIS: dict[str, object] = {"zeroline": False, "nticks": 5, "gridcolor": "rgba(128,128,128,.2)"}
+_AXIS: dict[str, object] = {
+    "zeroline": False,
+    "nticks": 5,
+    "separatethousands": True,
+    "gridcolor": "rgba(128,128,128,.2)",
+}
 
 
 def _can_be_drawn(value: float) -> bool:

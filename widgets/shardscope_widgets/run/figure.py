@@ -439,6 +439,7 @@ def _create_figure() -> Chart:
             "zeroline": False,
             "showgrid": False,
             "rangemode": "tozero",
+            "separatethousands": True,
             "nticks": 6,
             # Away from the vertical axis's 0.
             "ticklabelstandoff": 5,
@@ -448,6 +449,7 @@ def _create_figure() -> Chart:
             "anchor": name_axis("x", slot),
             "visible": False,
             "zeroline": False,
+            "separatethousands": True,
             "nticks": 5,
         }
     layout = {

@@ -12,7 +12,6 @@ from shardscope.records.follow import Follow
 from shardscope.records.nodes import RunNode
 from shardscope.runs.explain.memory_by_rank import RankMemory
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
-from shardscope.runs.watch.hang_reports import reports_hang
 from shardscope.runs.watch.pace import EVEN_EXCESS, SlowestNode, SlowestRank
 from shardscope_widgets.kit.display_names import describe_plan
 from shardscope_widgets.kit.numbers import Unit
@@ -51,14 +50,15 @@ MAX_REASON = 300
 SVG_DASHES = {"solid": "", "dash": "6 3", "dot": "2 2", "dashdot": "6 2 2 2"}
 
 
-def render_status_sign(status: str, reason: str = "", place: str = "ss-row-status") -> str:
+def render_status_sign(
+    status: str, reason: str = "", *, hangs: bool = False, place: str = "ss-row-status"
+) -> str:
     """Return the symbol and name of a status as HTML, with ``reason`` as its tooltip.
 
-    The status comes from a file in the run folder; an invalid one is shown as "unknown". ``place`` is the
-    CSS class: of a row of the list, or of the opened run.
+    ``hangs``: the ranks make no progress. The status comes from a file in the run folder; an invalid one is
+    shown as "unknown". ``place`` is the CSS class: of a row of the list, or of the opened run.
     """
     known = status if status in STATUS_SIGNS else "unknown"
-    hangs = reports_hang(status, reason)
     sign, colour = (HANG_SIGN, "ss-tight") if hangs else (STATUS_SIGNS[known], STATUS_CLASSES.get(known, ""))
     tooltip = f" title='{escape(reason, quote=True)}'" if reason else ""
     return (
@@ -79,8 +79,9 @@ def render_heading(run: ss.Run, status: str) -> str:
         plan = ""
     name, reason = escape(run.name, quote=True), escape(run.reason, quote=True)
     target = escape(run.target, quote=True)
-    sign = render_status_sign(status, run.reason, place="ss-status")
-    if reports_hang(status, run.reason):
+    hangs = run.is_hanging
+    sign = render_status_sign(status, run.reason, hangs=hangs, place="ss-status")
+    if hangs:
         line = "class='ss-hint ss-run-reason ss-tight' data-said='hang'"
     elif status in ("failed", "lost"):
         line = "class='ss-hint ss-run-reason'"

@@ -107,7 +107,7 @@ def _render_row(key: str, summary: RunSummary, *, is_selected: bool, why_not_res
     buttons = _render_buttons(key, name, summary, why_not_resume)
     seconds = summary.seconds
     cells = (
-        f"<td>{render_status_sign(summary.status, summary.reason)}</td>",
+        f"<td>{render_status_sign(summary.status, summary.reason, hangs=summary.is_hanging)}</td>",
         _render_cell(
             "loss", format_loss(summary.loss), format_steps(summary.num_steps_done, summary.num_steps)
         ),

@@ -19,7 +19,6 @@ from shardscope.records.nodes import RunNode
 from shardscope.runs.explain.failure import find_first_failure
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope.runs.stop_request import Button
-from shardscope.runs.watch.hang_reports import reports_hang
 from shardscope.runs.watch.pace import RATES, RECENT_STEPS, Pace, SlowestRank
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import format_short
@@ -532,7 +531,7 @@ class RunView(View):
     def _list_time_figures(self, run: ss.Run, has_ended: bool) -> list[tuple[str, str, str]]:
         """Return the remaining or the total time as (figure, name, tooltip)."""
         total = run.num_steps
-        if reports_hang(self.status, run.reason):
+        if run.is_hanging:
             return [(PLACEHOLDER, "remaining", "Not known while no step is logged: see below the run's name")]
         left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None
         if left is not None and self._pace.last_step == (total or 0) - 1:

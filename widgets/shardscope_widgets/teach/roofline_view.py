@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 
@@ -14,6 +13,7 @@ from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.display_names import format_name
 from shardscope_widgets.kit.numbers import Unit, format_three_digits
+from shardscope_widgets.teach.roofline_labels import place_labels
 from shardscope_widgets.teach.stepped_chart import Frame, SteppedChart
 from shardscope_widgets.teach.stepped_view import SteppedView
 from shardscope_widgets.teach.teaching_view import write_heading
@@ -173,48 +173,11 @@ def _draw_steps(figure: SteppedChart, by_step: Sequence[LayerRoofline], step: in
         }
         # A name stays in the legend only where there are points.
         filled = {index: trace for index, trace in drawn.items() if trace["x"]}
-        frames.append(Frame(_write_words(shown), filled, {"annotations": _label_points(points)}))
+        labels = place_labels(points, roofs[0], extent)
+        frames.append(Frame(_write_words(shown), filled, labels._asdict()))
     kinds = {point.kind for point in by_frame[0]}
     traces += [{"x": [], "y": [], "showlegend": kind in kinds} for kind in KINDS]
     figure.draw_steps(traces, {**build_axes(extent), "height": HEIGHT, "showlegend": True}, frames, step)
-
-
-def _label_points(points: Sequence[RooflinePoint]) -> list[dict[str, object]]:
-    """Return the names of the points, of those that coincide together."""
-    groups: list[list[RooflinePoint]] = []
-    for point in sorted(points, key=lambda point: point.flops_per_byte):
-        for group in groups:
-            if _is_near(group[0], point, 0.03):
-                group.append(point)
-                break
-        else:
-            groups.append([point])
-    labels: list[dict[str, object]] = []
-    below: list[RooflinePoint] = []
-    for point, *others in groups:
-        # Below its point; above the roof, if the label of a neighbour is in the way.
-        is_above = any(_is_near(one, point, 0.25) for one in below)
-        if not is_above:
-            below.append(point)
-        labels.append(
-            {
-                "text": ", ".join(one.name.removesuffix("_proj") for one in (point, *others)),
-                "x": math.log10(point.flops_per_byte),
-                "y": math.log10(point.tflops),
-                "xanchor": "left",
-                "xshift": -8,
-                "yshift": 34 if is_above else -19,
-                "showarrow": False,
-                "font": {"size": 11},
-            }
-        )
-    return labels
-
-
-def _is_near(one: RooflinePoint, other: RooflinePoint, powers: float) -> bool:
-    """Return whether two points are at about the same height, and at most so many powers of ten apart."""
-    across, up = one.flops_per_byte / other.flops_per_byte, one.tflops / other.tflops
-    return abs(math.log10(across)) < powers and abs(math.log10(up)) < 0.1
 
 
 def _write_sentences(shown: LayerRoofline) -> list[str]:

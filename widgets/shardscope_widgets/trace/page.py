@@ -127,6 +127,7 @@ class TracePage(widgets.VBox):
         self._height, self._on_apply, self._on_rates = height, on_apply, on_rates
         self._opening: WorkPanel | None = None
         super().__init__([_create_hint(NO_TRACE)])
+        self.add_class("ss-trace-page")
 
     def show_run(self, run: ss.Run) -> None:
         """Open the trace of ``run`` in the background, and show it or why it has none."""

@@ -288,13 +288,13 @@ def test_data_whose_rows_are_all_cut_before_the_completion_is_refused() -> None:
 @pytest.mark.parametrize(
     ("lengths", "seq_len", "expected", "reason"),
     [
-        ([30, 40, 57], 4096, 64, "99% of a row of 4,096 tokens is padding"),
+        ([30, 40, 57], 4096, 64, "99 % of a row of 4,096 tokens is padding"),
         ([30, 40, 57], 64, None, ""),
-        ([30, 40, 57], 80, 64, "47% of a row of 80 tokens is padding"),
+        ([30, 40, 57], 80, 64, "47 % of a row of 80 tokens is padding"),
         ([60, 60, 62], 80, None, "25 % padding is no reason"),
-        ([100, 100, 100], 64, 104, "cut off 36.0%"),
-        ([65] + [30] * 99, 64, 32, "hold all but 1.1% of the data"),
-        ([900] * 10, 64, 512, "hold all but 43.1% of the data"),
+        ([100, 100, 100], 64, 104, "cut off 36.0 %"),
+        ([65] + [30] * 99, 64, 32, "hold all but 1.1 % of the data"),
+        ([900] * 10, 64, 512, "hold all but 43.1 % of the data"),
         ([900] * 10, 512, None, "the model's maximum"),
         ([16] * 90 + [400] * 10, 64, 400, "400 tokens hold the longest row."),
     ],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardscope.core.number_format import Scale
+from shardscope.core.number_format import Scale, format_error
 from shardscope.timing.report import format_seconds
 from shardscope_widgets.kit.numbers import (
     Unit,
@@ -133,3 +133,9 @@ def test_a_column_of_sizes_has_the_unit_of_the_smallest() -> None:
     assert Unit.for_column([3 * 2**30, 2**20]).name == "MiB"
     assert Unit.for_column([3 * 2**30, 2**29]).name == "GiB"
     assert Unit.for_column([0, 512]).name == "KiB"
+
+
+def test_an_error_that_rounds_to_zero_has_no_sign() -> None:
+    """The comparison of runs wrote "+0 %" where prediction and measurement were equal."""
+    shown = [format_error(share) for share in (0.0, 0.0004, -0.0004, 0.124, -0.031)]
+    assert shown == ["0 %", "0 %", "0 %", "+12 %", "-3 %"]

@@ -345,6 +345,11 @@ def test_table_pages_are_consecutive_and_stop_at_both_ends(ranking: Any) -> None
     assert read_row_indices(view) == last and last[-1] == ranking.order[-1]
 
 
+def test_a_degree_and_its_number_are_on_one_line(ranking: Any) -> None:
+    table = show_all_plans(ranking).table.value
+    assert re.search(r"(tp|pp)\N{NO-BREAK SPACE}\d", table) and not re.search(r"\b(tp|pp|cp|vpp) \d", table)
+
+
 def test_clicking_a_row_applies_and_highlights_its_plan(ranking: Any) -> None:
     applied: list[ss.Plan] = []
     view = show_all_plans(ranking, on_apply=applied.append)

@@ -62,6 +62,20 @@ def test_steps_are_micro_batches_and_buttons_sequences() -> None:
     assert all(low <= x <= high for trace in frame["traces"].values() for x in trace["x"])
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "gpt2", "deepseek-v3"])
+@pytest.mark.parametrize("seq_len", [128, 1024])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp32"])
+def test_no_operator_is_above_the_roof(name: str, seq_len: int, precision: str) -> None:
+    """Attention of 128 tokens moves more than it multiplies: it was predicted at its arithmetic's rate."""
+    recipe = ss.Recipe(global_batch_size=16, seq_len=seq_len, precision=precision)
+    view = RooflineView(ss.Plan(ss.models[name], PLAN.cluster, recipe, ss.Layout.fsdp2()))
+    for step in range(view.figure.num_steps):
+        view.step = step
+        assert view.shown is not None
+        for one in view.shown.operators:
+            assert one.flops / one.seconds <= 1.001 * view.shown.compute_attainable(one), one
+
+
 def test_plan_starts_at_its_own_micro_batch_and_sequences_are_those_that_the_model_has() -> None:
     recipe = ss.Recipe(global_batch_size=24, micro_batch_size=3, seq_len=1024)
     view = RooflineView(ss.Plan(ss.models["gpt2"], PLAN.cluster, recipe, ss.Layout.ddp()))

@@ -23,6 +23,9 @@ from shardscope.frameworks.search_grid import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
     from shardscope.core.recipe import Recipe
@@ -32,7 +35,8 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
     """Return the grids of all valid tp, pp, cp and ep, with every vpp that splits the layers.
 
     There is one grid for each combination of sequence parallelism, distributed optimizer, and experts sharded
-    by tp or not. Dtypes of gradients and moments keep their defaults.
+    by tp or not. Dtypes of gradients and moments keep their defaults. A rank without replicas shards nothing:
+    its plans have the distributed optimizer, the default, and are not listed a second time without it.
     """
     check_family(arch)
     # The columns of degrees are the same for all grids; each filters them by its own options.
@@ -47,9 +51,24 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
         columns = _filter_for_layout(
             arch, cluster, recipe, layout, every if is_default else select_rows(every, every["tp"] > 1)
         )
-        for distributed in (True, False):
-            grids.append(Grid(layout=replace(layout, distributed_optimizer=distributed), columns=columns))
+        plain = replace(layout, distributed_optimizer=False)
+        # Only AdamW has a distributed optimizer.
+        if recipe.optimizer != "adamw":
+            grids.append(Grid(layout=plain, columns=columns))
+            continue
+        has_replicas = _find_replicas(layout, columns)
+        # The two halves are shared by the grids, so that no plan's results are computed twice.
+        for selected, layouts in ((has_replicas, (layout, plain)), (~has_replicas, (layout,))):
+            rows = select_rows(columns, selected)
+            grids += [Grid(layout=each, columns=rows) for each in layouts]
     return grids
+
+
+def _find_replicas(layout: MegatronLayout, columns: Columns) -> NDArray[np.bool_]:
+    """Return for each row whether any weights, dense or of experts, are replicated (``count_replicas``)."""
+    dense, expert_tp = columns[DATA_PARALLEL] * columns["cp"], layout.etp or columns["tp"]
+    experts = dense * columns["tp"] // (columns["ep"] * expert_tp)
+    return (dense > 1) | ((columns["ep"] > 1) & (experts > 1))
 
 
 def _combine_degrees(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:

@@ -129,7 +129,7 @@ def compare_seconds(seconds: float, other_seconds: float) -> str:
         return "no faster"
     word = "faster" if fast else "slower"
     if ratio < 2:
-        return f"{ratio - 1:.0%} {word}".replace("%", " %")
+        return f"{100 * (ratio - 1):.0f} % {word}"
     return f"{ratio:.{0 if ratio > 10 else 1}f}x {word}"
 
 

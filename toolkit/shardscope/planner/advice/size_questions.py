@@ -80,13 +80,13 @@ def ask_megatron(path: QuestionPath) -> None:
 def _list_reasons_for_megatron(path: QuestionPath) -> list[str]:
     """Return why Megatron-core is tried although size is no reason, the most general reason first."""
     waiting = _compute_waiting_share(path)
-    waits = f"{waiting:.0%} of a step waits for state to cross nodes, or recomputes to wait less"
+    waits = f"{100 * waiting:.0f} % of a step waits for state to cross nodes, or recomputes to wait less"
     reasons = (
         (path.evaluator.architecture.num_moe_layers > 0, "it has experts"),
         (Layout.megatron().framework in path.familiar, "the team runs Megatron-core"),
         (path.current is not None and has_offload(path.current.plan.layout), "offload is slow"),
         (path.rung == "split", "layers or sequences are split already"),
-        (waiting > MUCH, waits.replace("%", " %")),
+        (waiting > MUCH, waits),
         (path.current is None, "nothing fitted so far"),
     )
     return [reason for holds, reason in reasons if holds]
@@ -194,4 +194,4 @@ def _try_wider_than_a_node(path: QuestionPath) -> EvaluatedPlan | None:
 
 def _describe_waiting(evaluated: EvaluatedPlan, part: Part) -> str:
     assert evaluated.timed is not None
-    return f"{evaluated.timed.parts[part] / evaluated.timed.seconds:.0%} of a step waits".replace("%", " %")
+    return f"{100 * evaluated.timed.parts[part] / evaluated.timed.seconds:.0f} % of a step waits"

@@ -179,7 +179,7 @@ def _describe_cost(repair: Repair, seconds: float) -> str:
     # Over twice as slow, a factor is easier to read than a percentage.
     if share > 1:
         return f"about {1 + share:.{0 if share > 9 else 1}f}x slower"
-    return f"about {abs(share):.0%} {'slower' if share > 0 else 'faster'}".replace("%", " %")
+    return f"about {100 * abs(share):.0f} % {'slower' if share > 0 else 'faster'}"
 
 
 def _describe_paging(repair: Repair) -> str:

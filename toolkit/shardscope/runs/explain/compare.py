@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_choice, refuse
 from shardscope.core.html_table import LONG_NAME, TABLE, WIDE_BOX, render_text
+from shardscope.core.number_format import format_error
 from shardscope.records.clock_offsets import sum_seconds
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.folder_checks import shorten_message
@@ -33,11 +34,10 @@ SHOWN = {
     "loss": "{:.4g}",
     "step_seconds": "{:.3g}",
     "predicted_step_seconds": "{:.3g}",
-    "step_error": "{:+z.0%}",
     "tensors_gib": "{:.3g}",
     "predicted_tensors_gib": "{:.3g}",
-    "memory_error": "{:+z.0%}",
 }
+ERRORS = ("step_error", "memory_error")
 
 
 MAX_SHOWN = 200
@@ -391,4 +391,6 @@ def _format_value(name: str, value: object) -> str:
         # Local time, as in the default run names, with its offset: the page may be read in another zone.
         local = datetime.fromtimestamp(value.timestamp()).astimezone()
         return local.isoformat(sep=" ", timespec="minutes")
+    if name in ERRORS and isinstance(value, float):
+        return format_error(value)
     return SHOWN[name].format(value) if name in SHOWN else str(value)

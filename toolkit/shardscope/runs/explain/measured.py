@@ -141,7 +141,7 @@ class MeasuredMemory(MemoryReport):
         if abs(self.error) < 0.0005:
             return f"{comparison}, the same to 0.1 %."
         side = "above" if self.error > 0 else "below"
-        return f"{comparison}, {abs(self.error):.1%} {side} it.".replace("%", " %")
+        return f"{comparison}, {100 * abs(self.error):.1f} % {side} it."
 
     @property
     def _tensor_phase(self) -> str:

@@ -247,7 +247,7 @@ class Supervisor:
             return
         self.log(message)
         if self.stop.phase == "run":
-            self.set_status("running", message)
+            self.set_status("running", message, hangs=self.checks.run_hangs)
         else:
             self.stop.update_checkpoint_deadline()
             self.set_status("stopping", f"{self.stop.reason}; {message}")

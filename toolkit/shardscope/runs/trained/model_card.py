@@ -398,4 +398,4 @@ def _format_value(value: object) -> str:
 
 
 def _format_error(predicted: float, measured: float) -> str:
-    return f"{predicted / measured - 1:+.1%}".replace("%", " %").replace("-", "−")
+    return f"{100 * (predicted / measured - 1):+.1f} %".replace("-", "−")

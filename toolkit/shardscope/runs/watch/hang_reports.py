@@ -13,8 +13,6 @@ from shardscope.runs.watch.stacks import describe_position, waits_in_collective
 
 Kind = Literal["steps", "activity"]
 """Whether no step was logged (``hang.py``), or nothing happened at all (``standstill.py``)."""
-NO_STEP, NO_ACTIVITY = "no step for", "no activity for"
-"""Beginning of each kind's message, which is the reason of a running run's status."""
 
 
 class HangReport(NamedTuple):
@@ -100,10 +98,10 @@ def merge_reports(reports: Sequence[HangReport]) -> HangReport:
 def describe_hang(report: HangReport, name_node: Callable[[int], str] | None = None) -> str:
     """Return a report as one line; ``name_node(rank)`` names the node of a rank, if there are several."""
     if report.kind == "steps":
-        text = f"{NO_STEP} {report.waited:.0f} s, while a step takes {report.median:.2g} s"
+        text = f"no step for {report.waited:.0f} s, while a step takes {report.median:.2g} s"
     else:
         text = (
-            f"{NO_ACTIVITY} {report.waited:.0f} s: no metrics, no output, almost no CPU time, and "
+            f"no activity for {report.waited:.0f} s: no metrics, no output, almost no CPU time, and "
             "unchanged stacks"
         )
     # The ranks that others wait for come first: they are most likely the cause.
@@ -125,11 +123,6 @@ def describe_hang(report: HangReport, name_node: Callable[[int], str] | None = N
     if all(f"{position}\n" in NO_STACKS for position in report.positions.values()):
         return text
     return f"{text}. The Python stack of each rank is in its log"
-
-
-def reports_hang(status: str, reason: str) -> bool:
-    """Return whether a run's status and its reason say that the ranks make no progress."""
-    return status == "running" and reason.startswith((NO_STEP, NO_ACTIVITY))
 
 
 def _list_numbers(numbers: Sequence[int]) -> str:

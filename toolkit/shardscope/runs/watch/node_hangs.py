@@ -32,6 +32,11 @@ class NodeHangs:
         self._waited = 0.0
         """Seconds since the first node was found to hang."""
 
+    @property
+    def hangs(self) -> bool:
+        """Return whether the run's status reports that a node's ranks hang."""
+        return bool(self._reported)
+
     def check(self, report: HangReport | None, message: str | None, seconds: float) -> str | None:
         """Return a message for the status when a hang begins or ends, else None.
 

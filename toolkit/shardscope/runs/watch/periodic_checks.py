@@ -79,8 +79,13 @@ class PeriodicChecks:
 
     @property
     def hangs(self) -> bool:
-        """Return whether the run was reported to hang and has not recovered."""
+        """Return whether this node's ranks were found to hang and have not recovered."""
         return self._hang.hangs or self._standstill.hangs
+
+    @property
+    def run_hangs(self) -> bool:
+        """Return whether the run was reported to hang, on any node, and has not recovered."""
+        return self.hangs if self._node_hangs is None else self._node_hangs.hangs
 
     def check(self, seconds: float, *, is_running: bool) -> str | None:
         """Run all checks once. Return a new message about the running run, or None.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from shardscope.core.number_format import format_gib
 from shardscope.core.plan import Plan
 from shardscope.planner.memory_needs import fits
 from shardscope.teach.answers import Condition
-from shardscope.teach.exercises.exercise import GB
 
 
 def find_overflow(plan: Plan) -> str | None:
     """Return by how much the plan's peak exceeds the GPU, or None if the plan fits."""
     report = plan.memory()
     if not report.fits:
-        return f"the peak is {report.peak_bytes / GB:.1f} GB of {report.usable_bytes / GB:.1f}"
+        # In GiB, as the charts of the same plan have it.
+        return f"the peak is {format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB"
     return None if fits(plan, report) else "host memory is too small for what is offloaded"
 
 

@@ -102,8 +102,8 @@ def describe_packing(table: TokenTable, packing: Packing, seq_len: int) -> str:
     """Return a sentence for the log about the padding that packing saves."""
     return (
         f"packing: {len(table):,} examples in {len(packing):,} windows of {seq_len:,} tokens; padding is "
-        f"{1 - len(table.ids) / (len(packing) * seq_len):.0%} instead of "
-        f"{1 - len(table.ids) / (len(table) * seq_len):.0%}"
+        f"{100 * (1 - len(table.ids) / (len(packing) * seq_len)):.0f} % instead of "
+        f"{100 * (1 - len(table.ids) / (len(table) * seq_len)):.0f} %"
     )
 
 

@@ -164,12 +164,12 @@ class Preview:
             best = max(best, needed)
         padding, cut = self.padding_at(self.seq_len), self.cut_at(self.seq_len)
         lost = self.cut_at(best)
-        covered = f"all but {lost:.1%} of the data" if lost else "the longest row"
+        covered = f"all but {100 * lost:.1f} % of the data" if lost else "the longest row"
         if best < self.seq_len and padding > MAX_PADDING:
             why = (
-                f"{padding:.0%} of a row of {self.seq_len:,} tokens is padding, which costs time and memory "
-                f"and teaches nothing. {best:,} tokens have {self.padding_at(best):.0%} padding and hold "
-                f"{covered}."
+                f"{100 * padding:.0f} % of a row of {self.seq_len:,} tokens is padding, which costs time "
+                f"and memory and teaches nothing. {best:,} tokens have {100 * self.padding_at(best):.0f} % "
+                f"padding and hold {covered}."
             )
         elif best > self.seq_len and self.refusal is not None:
             rows = count_rows(self.counts.num_rows_without_loss)
@@ -179,8 +179,8 @@ class Preview:
             )
         elif best > self.seq_len and cut > MAX_CUT:
             why = (
-                f"Rows of {self.seq_len:,} tokens cut off {cut:.1%} of the data. {best:,} tokens hold "
-                f"{covered}."
+                f"Rows of {self.seq_len:,} tokens cut off {100 * cut:.1f} % of the data. {best:,} tokens "
+                f"hold {covered}."
             )
         else:
             return None
@@ -195,10 +195,10 @@ class Preview:
             f"{'The first ' * self.is_streamed}{count_rows(self.num_rows)}{sample}, "
             f"format {self.format.title}.",
             f"{self.num_tokens_per_epoch:,} tokens{' in them' if self.is_streamed else ' per epoch'}; "
-            f"{counts.num_loss_tokens / max(1, counts.num_tokens):.0%} of them bear loss.",
+            f"{100 * counts.num_loss_tokens / max(1, counts.num_tokens):.0f} % of them bear loss.",
             "Length in tokens: "
             + ", ".join(
-                f"{'longest' if share == 1 else f'{share:.0%} at most'} {self.length_at(share):,}"
+                f"{'longest' if share == 1 else f'{100 * share:.0f} % at most'} {self.length_at(share):,}"
                 for share in QUANTILES
             )
             + ".",
@@ -216,7 +216,7 @@ class Preview:
             if counts.num_truncated_rows:
                 lines.append(
                     f"A sequence length of {self.seq_len:,} cuts {counts.num_truncated_rows:,} of "
-                    f"{measured:,} rows and {self.cut_at(self.seq_len):.1%} of all tokens."
+                    f"{measured:,} rows and {100 * self.cut_at(self.seq_len):.1f} % of all tokens."
                 )
             lines.append(self._describe_packing(self.seq_len))
         if self.vocabulary_warning:
@@ -247,7 +247,7 @@ class Preview:
         )
 
     def _describe_packing(self, seq_len: int) -> str:
-        line = f"Unpacked rows of {seq_len:,} tokens are {self.padding_at(seq_len):.0%} padding."
+        line = f"Unpacked rows of {seq_len:,} tokens are {100 * self.padding_at(seq_len):.0f} % padding."
         if self.has_pairs:
             return line  # Pairs are not packed.
         gain = self.compute_packing_gain(seq_len)
@@ -257,7 +257,7 @@ class Preview:
         num_windows = math.ceil(self.num_rows / gain)
         return (
             f"{line} Packing makes {count_rows(num_windows, 'window')} of {self.num_rows:,} rows, {gain:.1f} "
-            f"times fewer steps per epoch, with {padding:.0%} padding."
+            f"times fewer steps per epoch, with {100 * padding:.0f} % padding."
         )
 
     def to_html(self) -> str:

@@ -248,9 +248,9 @@ def _choose_task_fields(
         name="Finetune.warmup",
         value=default,
         current=None if schedule is None else schedule.warmup_steps,
-        why=f"{DEFAULT_WARMUP:.0%} of the steps, as Stanford Alpaca's and QLoRA's (Dettmers et al. 2023, "
-        f"arXiv:2305.14314): AdamW's second moment settles over about {WARM_UP_STEPS} (Ma & Yarats 2021, "
-        "arXiv:1910.04209), which is too many for a short run.",
+        why=f"{100 * DEFAULT_WARMUP:.0f} % of the steps, as Stanford Alpaca's and QLoRA's (Dettmers et al. "
+        f"2023, arXiv:2305.14314): AdamW's second moment settles over about {WARM_UP_STEPS} (Ma & Yarats "
+        "2021, arXiv:1910.04209), which is too many for a short run.",
     )
     if task.objective == "dpo":
         yield Choice(
@@ -413,8 +413,8 @@ def choose_length(task: Finetune, plan: Plan, preview: Preview | None) -> Reason
     if advice is not None and not (plan.recipe.packing and advice.seq_len < now):
         return Reasoned(advice.seq_len, advice.why)
     why = (
-        f"{preview.padding_at(now):.0%} of rows of {now:,} tokens are padding, and {preview.cut_at(now):.1%} "
-        "of the data are cut off."
+        f"{100 * preview.padding_at(now):.0f} % of rows of {now:,} tokens are padding, and "
+        f"{100 * preview.cut_at(now):.1f} % of the data are cut off."
     )
     return Reasoned(now, why)
 

@@ -83,7 +83,7 @@ class ContextParallelEngine(Fsdp2Engine):
         if not deviation < ROUNDING[dtype]:
             raise RuntimeError(
                 f"the plan splits sequences over cp={cp} ranks, and attention over torch's ring differs by "
-                f"{deviation:.1%} from attention over the whole sequence"
+                f"{100 * deviation:.1f} % from attention over the whole sequence"
             )
         return {**record, "cp": len(group), "cp_ranks": group, "ring_attention_off_by": deviation}
 

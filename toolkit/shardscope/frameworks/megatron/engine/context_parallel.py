@@ -76,8 +76,8 @@ def check_attention(plan: Plan, chunks: list[DistributedDataParallel]) -> dict[s
     # Not ``>=``: NaN must raise as well.
     if not error < ROUNDING[dtype]:
         raise RuntimeError(
-            f"the plan splits sequences over cp={cp} ranks, and attention over them is {error:.1%} off what "
-            "it is over the whole sequence"
+            f"the plan splits sequences over cp={cp} ranks, and attention over them is {100 * error:.1f} % "
+            "off what it is over the whole sequence"
         )
     return {"attention_off_by": float(error)}
 
