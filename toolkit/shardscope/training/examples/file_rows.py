@@ -328,6 +328,22 @@ def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return False
+    return isinstance(row, dict) and find_half_pair(line, row) is None
+
+
+def find_half_pair(line: bytes, value: object) -> str | None:
+    r"""Return the first surrogate without its other half in a JSON line of ``value``, such as "\ud83d".
+
+    None if there is none. Programs that cut texts by UTF-16 units write them; no UTF-8 has them, and Arrow's
+    parser ends at the first one.
+    """
+    if b"\\u" not in line:
+        return None
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return None
