@@ -31,7 +31,7 @@ import deepspeed
 import numpy
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints, add_options
+from checkpoints import Checkpoints, add_options, check_options
 from tokenizers import Tokenizer
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -232,7 +232,7 @@ def exit_process() -> None:
 
 def main() -> None:
     """Train as planned, and print each step's loss."""
-    options, plan = read_options(), read_plan()
+    options, plan = check_options(read_options()), read_plan()
     recipe, cluster = plan.recipe, plan.cluster
     planned = cluster.gpus_per_node * cluster.num_nodes
 
