@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TextIO, TypeAlias
 
 from shardscope.core.errors import refuse
+from shardscope.core.number_format import format_count
 
 if TYPE_CHECKING:
     from _csv import Reader
@@ -260,7 +261,9 @@ def check_table_rows(field: str, path: Path, *, skips_wide: bool) -> None:
     if first_wide is None or (skips_wide and extra != "every"):
         return
     line, num_wide = first_wide
-    allowed = f"rows of at most {num_cells:,} cells, as {EXTRA_CELLS.get(extra, 'the header has')}; "
+    allowed = (
+        f"rows of at most {format_count(num_cells, 'cell')}, as {EXTRA_CELLS.get(extra, 'the header has')}; "
+    )
     quotes = f"a cell that contains {delimiter!r} needs quotes around it"
     if extra == "every":
         allowed += f"every row has more, the one in line {line:,} has {num_wide:,}"
