@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tests.requirements import needs
 
 from shardscope.core.errors import FieldError
 from shardscope.training.examples.formats import read_example, recognize_format
-from shardscope.training.examples.rows import Rows, open_rows, resolve_source
+from shardscope.training.examples.rows import Rows, describe_source, open_rows, resolve_source
 
 needs("datasets")
 
@@ -61,6 +62,13 @@ def test_columns_of_a_list_are_those_of_all_its_dicts() -> None:
     assert rows.column_names == ["question", "answer", "system"]
     format = recognize_format(FIELD, rows.column_names)
     assert [len(read_example(format, rows[index]).messages) for index in (0, 1)] == [2, 3]
+
+
+def test_open_rows_are_a_source_that_can_be_sent_to_ranks() -> None:
+    rows = open_rows(FIELD, [GOOD, {"question": 1}])
+    assert resolve_source(FIELD, rows) is open_rows(FIELD, rows) is rows
+    assert describe_source(rows) == "a list of 2 rows"
+    assert read_all(pickle.loads(pickle.dumps(rows)))[0] == "Ahab"
 
 
 def test_messages_in_numpys_arrays_are_read(tmp_path: Path) -> None:

@@ -114,7 +114,9 @@ def resolve_source(field: str, source: object) -> object:
         fix = str(path.parent / similar) if similar else "the file's path"
         allowed = f"{ALLOWED}: there is no such file"
         refuse(field, str(source), allowed, fix, problem="There is no such file")
-    if not (_is_frame(source) or _is_dataset(source) or _is_list_of_rows(source)):
+    # Rows that are open already: the form of a fine-tune keeps one object, which it compares by identity.
+    is_open = _is_dataset(source) or isinstance(source, ListRows)
+    if not (is_open or _is_frame(source) or _is_list_of_rows(source)):
         refuse(field, _name_unreadable(source), ALLOWED, _suggest_source(source))
     return source
 
@@ -166,6 +168,8 @@ def open_rows(field: str, source: object, *, skips_unreadable: bool = False) -> 
         rows = _read_frame(field, cast("pandas.DataFrame", source))
     elif isinstance(source, list):
         rows = ListRows(source)
+    elif isinstance(source, ListRows):
+        rows = source
     else:
         # All columns as Python objects, whatever ``set_format`` selected for another program.
         rows = cast(Rows, cast("Dataset", source).with_format(None))
@@ -179,7 +183,8 @@ def describe_source(source: object) -> str:
     if isinstance(source, str | Path):
         return str(source)
     num_rows = len(source) if hasattr(source, "__len__") else "unknown"
-    return f"a {type(source).__name__} of {num_rows} rows"
+    kind = "list" if isinstance(source, ListRows) else type(source).__name__
+    return f"a {kind} of {num_rows} rows"
 
 
 # ---- Objects
