@@ -113,7 +113,7 @@ def export_with_script(plan: ss.Plan, folder: Path) -> None:
     if not (folder / "train.py").exists():
         assert "Megatron-core calls CUDA" in (folder / "FILES.md").read_text()
         (folder / "config.json").write_text(json.dumps(build_config(plan)))
-        for name in ("train.py", "megatron_model.py"):
+        for name in ("train.py", "megatron_model.py", "checkpoints.py"):
             shutil.copy(Path(ss.__file__).parent / "frameworks/megatron/files" / name, folder)
 
 

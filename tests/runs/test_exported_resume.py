@@ -20,6 +20,8 @@ import shardscope as ss
 needs("torch")
 needs("transformers")
 
+from exported_plans import export_with_script  # noqa: E402
+
 SECONDS = 300
 CLOSE = 2e-6
 """Losses are printed with six digits."""
@@ -39,7 +41,14 @@ LAYOUTS = {
     "zero-1": (ss.Layout.zero(1), {"precision": "fp32"}),
     "zero-2": (ss.Layout.zero(2), {}),
     "zero-3": (ss.Layout.zero(3), {}),
+    "megatron tp": (ss.Layout.megatron(tp=2), {"dropout": 0.0, "precision": "fp32"}),
+    "megatron dp bf16": (
+        ss.Layout.megatron(overlap_grad_reduce=True, overlap_param_gather=True),
+        {"dropout": 0.0},
+    ),
+    "megatron replicas bf16": (ss.Layout.megatron(distributed_optimizer=False), {"dropout": 0.0}),
 }
+ON_CPU = Path(__file__).with_name("megatron_on_cpu.py")
 
 
 def read_losses(output: str) -> dict[int, float]:
@@ -49,14 +58,17 @@ def read_losses(output: str) -> dict[int, float]:
 
 
 def start_script(folder: Path) -> subprocess.Popen[str]:
-    """Start the exported ``torchrun.sh``, without this checkout on its path."""
+    """Start the exported ``torchrun.sh``, without this checkout on its path; Megatron-core's on CPU ranks."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
     options = ["--steps", str(NUM_STEPS), "--checkpoints", "checkpoints", "--checkpoint-every", str(EVERY)]
+    command = ["./torchrun.sh"]
+    if (folder / "megatron_model.py").exists():
+        command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(ON_CPU), "train.py"]
     return subprocess.Popen(
-        ["./torchrun.sh", *options, "--learning-rate", "1e-3"],
+        [*command, *options, "--learning-rate", "1e-3"],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -78,15 +90,17 @@ def kill_a_rank(process: subprocess.Popen[str], after: int) -> str:
     return output
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, {"fsdp2"}))
+@pytest.mark.parametrize("name", few(LAYOUTS, {"fsdp2", "megatron dp bf16"}))
 def test_a_killed_script_continues_with_the_same_losses(name: str, tmp_path: Path) -> None:
     layout, recipe = LAYOUTS[name]
     if name.startswith("zero"):
         skip_without("deepspeed")
+    if name.startswith("megatron"):
+        skip_without("megatron")
     if recipe.get("method") == "lora":
         skip_without("peft")
     plan = ss.Plan(ARCHITECTURE, ss.Cluster.parse("2xcpu"), ss.Recipe(**{**RECIPE, **recipe}), layout)
-    plan.export(tmp_path)
+    export_with_script(plan, tmp_path)
     straight, _ = start_script(tmp_path).communicate(timeout=SECONDS)
     losses = read_losses(straight)
     assert list(losses) == list(range(1, NUM_STEPS + 1)), straight[-3000:]

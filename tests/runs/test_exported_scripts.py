@@ -42,6 +42,7 @@ STARTS = {
     ],
 }
 """Ways to start it. "--multi_gpu" is accelerate's word for processes of torchrun, on CPUs too."""
+DEEPSPEED = ["deepspeed", "--num_accelerators", "2", "--master_port", "29641"]
 KEPT = [("fsdp2", "accelerate launch")]
 ON_CPU = Path(__file__).with_name("megatron_on_cpu.py")
 
@@ -76,6 +77,15 @@ def run_command(command: list[str], folder: Path) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+@thorough()
+def test_deepspeeds_own_launcher_starts_train_py(tmp_path: Path) -> None:
+    """It adds ``--local_rank`` to the script's options, unless it is started with ``--no_local_rank``."""
+    skip_without("deepspeed")
+    plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.zero(2))
+    plan.export(tmp_path)
+    assert "step 2 loss" in run_command([*DEEPSPEED, "train.py", "--steps", "2"], tmp_path)
 
 
 @thorough()

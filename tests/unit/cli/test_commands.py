@@ -418,6 +418,17 @@ def test_stop_sends_the_command_to_a_live_run(tmp_path: Path) -> None:
     assert (sent["command"], sent["checkpoint"]) == ("stop", True)
 
 
+def test_stop_of_an_ended_run_names_the_live_one_with_its_name(tmp_path: Path) -> None:
+    folder = write_run("lr", parent=tmp_path / "runs")
+    later, other = (write_run(name, "running", parent=tmp_path / "runs") for name in ("lr-2", "lr-3"))
+    description = json.loads((later / "run.json").read_text())
+    (later / "run.json").write_text(json.dumps({**description, "asked_name": "lr"}))
+    done = run_shell(tmp_path, "$shardscope stop lr")
+    assert done.returncode == 0 and "finished" in done.stdout
+    assert done.stderr == "lr has ended; lr-2, launched with the same name, is running\n"
+    assert not any((one / "control.jsonl").exists() for one in (folder, later, other))
+
+
 def test_logs_print_the_end_of_a_ranks_log(tmp_path: Path) -> None:
     folder = write_run("good", parent=tmp_path / "runs")
     (folder / "logs").mkdir(exist_ok=True)

@@ -356,7 +356,7 @@ BESIDE = {"megatron_model", "checkpoints"}
 
 
 SCRIPTS = [*((framework, "train.py") for framework in OWN_FILES), ("megatron", "megatron_model.py")]
-CHECKPOINTS = [(framework, "checkpoints.py") for framework in ("ddp", "fsdp2", "deepspeed")]
+CHECKPOINTS = [(framework, "checkpoints.py") for framework in OWN_FILES]
 
 
 @pytest.mark.parametrize(("framework", "name"), [*SCRIPTS, *CHECKPOINTS])

@@ -273,6 +273,18 @@ def test_fault_55_every_call_returns_for_any_kind_of_file(
 EVIL = "<img src=x onerror=alert(1)>' onfocus='alert(2)' x=\" onblur=\"alert(3)\" </script></style></title>"
 
 
+@pytest.mark.parametrize("place", ["traces/.shardscope-cache", "recordings/1/.shardscope-cache"])
+def test_a_run_is_attached_after_its_traces_were_opened(place: str, tmp_path: Path) -> None:
+    write_run("run", parent=tmp_path)
+    (tmp_path / "run" / place).mkdir(parents=True)
+    (tmp_path / "run" / "logs" / ".ipynb_checkpoints").mkdir(parents=True)
+    assert ss.Run.attach(tmp_path / "run").status == "finished"
+    (tmp_path / "run" / place).rmdir()
+    (tmp_path / "run" / place).symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="is damaged"):
+        ss.Run.attach(tmp_path / "run")
+
+
 class Markup(HTMLParser):
     """A parser that collects elements and attributes that no view of ours writes."""
 

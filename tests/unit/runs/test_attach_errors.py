@@ -35,6 +35,16 @@ def test_without_a_similar_name_the_newest_run_is_the_fix(
         assert ss.Run.attach(refused.value.fix).name == "second"
 
 
+def test_of_many_runs_the_newest_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(22):
+        write_run(f"r{number:02}", number=number, num_done=1)
+    with pytest.raises(FieldError, match=r"runs nearby: 17 older, \S+/r17, .*/r21\. Nearest fix"):
+        ss.Run.attach("nowhere")
+    with pytest.raises(FieldError, match=r"it contains: 2 older, r02, .*, r21\. Nearest fix"):
+        ss.Run.attach("runs")
+
+
 def test_without_any_run_the_error_says_where_a_run_has_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,17 @@ def test_a_cpu_rank_reports_every_counted_component() -> None:
         report.explain("everything")
 
 
+def test_a_first_step_is_no_error_of_the_prediction() -> None:
+    record = cpu_record()
+    assert not build_measured_memory(make_plan(), {0: record}, []).lacks_optimizer
+    for phase in record["memory"]["phases"].values():
+        phase["optimizer"] = 0
+    report = build_measured_memory(make_plan(), {0: record}, [])
+    assert report.lacks_optimizer
+    assert "first step, which begins without the optimizer's state" in report.sentence
+    assert not build_measured_memory(make_plan("h100-sxm-80gb"), {0: cuda_record()}, []).lacks_optimizer
+
+
 def test_a_gpu_rank_reports_unattributed_bytes_as_other() -> None:
     plan = make_plan("h100-sxm-80gb")
     report = build_measured_memory(plan, {0: cuda_record()}, [])

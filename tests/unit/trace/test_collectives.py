@@ -327,6 +327,22 @@ def test_what_if_names_the_axes_that_a_trace_has(tmp_path: Path) -> None:
         silent.what_if("tp")
 
 
+def test_the_bandwidth_of_an_axis_is_that_of_its_bytes(tmp_path: Path) -> None:
+    """Two norms of one number beside one large gradient: their rates are not those of the link."""
+    dp = {"Process Group Description": "mesh_dp"}
+    events = [
+        step(1, 0, 1000),
+        kernel(0, 100),
+        *(all_reduce(start, start + 10, **arguments("allreduce", 1, 2, "dp", **dp)) for start in (200, 300)),
+        all_reduce(400, 580, **arguments("allreduce", 10_000, 2, "dp", **dp)),
+    ]
+    calls = load_ranks(tmp_path, {0: events, 1: events}).collectives()
+    (row,) = calls.sum_by_axis()
+    carried = sum(call["bus_bandwidth"] * call["transfer_seconds"] for call in calls if call["rank"] == 0)
+    assert row["bus_bandwidth"] == pytest.approx(carried / 200e-9)
+    assert row["bus_bandwidth"] > 0.8 * max(call["bus_bandwidth"] for call in calls)
+
+
 def make_arrivals(delays: np.ndarray, transfer: int = 1000) -> dict[int, Events]:
     """Return ranks that arrive ``delays`` (calls x ranks) after each call's begin and leave together."""
     num_calls, num_ranks = delays.shape

@@ -72,3 +72,12 @@ def test_a_text_shorter_than_a_sequence_is_refused(folder: Path, tmp_path: Path)
     with pytest.raises(FieldError, match=r"^Finetune\.validation is 0\.1"):
         check_launch(folder, text, tmp_path, num_tokens, validation=0.1)
     check_launch(folder, text, tmp_path, num_tokens // 2, validation=0.1)
+
+
+def test_a_sample_that_leaves_no_room_for_an_answer_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"^Finetune\.samples is .a prompt of \d+ tokens.*seq_len=32"):
+        check_launch(folder, [SHORT], tmp_path, samples=["Who?", "whale " * 60])
+    # Of rows, those with shorter prompts are taken.
+    check_launch(folder, [SHORT, LONG], tmp_path, samples=2, bad_rows="skip")
+    with pytest.raises(FieldError, match=r"^Finetune\.samples is 1; .*no row has one shorter than 32"):
+        check_launch(folder, [LONG], tmp_path, samples=1, loss_on="all")

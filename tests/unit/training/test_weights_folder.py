@@ -336,7 +336,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "of adapters": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
-        r"these are adapters.*merge_and_unload",
+        r"these are adapters.*ss\.merge\(run\).*merge_and_unload",
     ),
 }
 
@@ -377,3 +377,9 @@ def test_the_rate_is_that_of_the_method(tmp_path: Path) -> None:
         ss.Finetune(weights=folder, learning_rate=-1.0)
     with pytest.raises(ValueError, match=r"^Finetune\.num_steps is 0"):
         ss.Finetune(weights=folder, num_steps=0)
+
+
+def test_a_mistyped_folder_has_the_one_with_a_similar_name_as_its_fix(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "llama-small")
+    with pytest.raises(ValueError, match=rf"there is no such folder\. Nearest fix: {folder}\."):
+        ss.Finetune(weights=tmp_path / "lama-small")

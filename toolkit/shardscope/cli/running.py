@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ from shardscope.cli.planning import Commands, add_command
 from shardscope.core.errors import find_similar, refuse
 from shardscope.machine.user_folders import expand_home
 from shardscope.records.folder import FINAL, RECORDINGS, RunFolder
+from shardscope.records.json_files import read_json
 
 if TYPE_CHECKING:
     from shardscope.runs.backends.ray.target import Ray
@@ -247,6 +250,7 @@ def _as_count(name: str, value: object) -> object:
 def attach_run(options: argparse.Namespace) -> int:
     """Print a run, and wait for its end if asked."""
     run = _find_run(options.source)
+    _name_later_run(run)
     if options.wait:
         return _follow(run, options.json)
     _print_run(run, options.json)
@@ -256,11 +260,32 @@ def attach_run(options: argparse.Namespace) -> int:
 def stop_run(options: argparse.Namespace) -> int:
     """Request the stop of a run."""
     run = _find_run(options.source)
+    _name_later_run(run)
     run.stop(checkpoint=options.checkpoint)
     if options.wait:
         run.wait()
     _print_run(run, options.json)
     return 0
+
+
+def _name_later_run(run: Run) -> None:
+    """Print which live run was launched with the name of a run that has ended: its folder has a number."""
+    from shardscope.runs.run import Run
+
+    if run.status not in FINAL:
+        return
+    folder = run.folder
+    name = (read_json(RunFolder(folder).run_json) or {}).get("asked_name")
+    if name is None:  # By default it is the time, which a later launch does not repeat.
+        return
+    for path in folder.parent.glob(f"{glob.escape(folder.name)}-*"):
+        if (read_json(RunFolder(path).run_json) or {}).get("asked_name") != name:
+            continue
+        with suppress(ValueError, OSError):  # A damaged run is none to name.
+            later = Run.attach(path)
+            if later.status not in FINAL:
+                text = f"{run.name} has ended; {later.name}, launched with the same name, is {later.status}"
+                print_error(text)
 
 
 def show_log(options: argparse.Namespace) -> int:

@@ -123,6 +123,10 @@ def _check_attempts(path: str) -> None:
 def _check_inside(path: str) -> None:
     with os.scandir(path) as entries:
         for entry in islice(entries, MAX_ENTRIES):
+            # Hidden folders are other programs' (.ipynb_checkpoints) and the columns of opened traces, which
+            # their own reader checks (trace/loading/cache.py). Nothing opens one as a file of the run.
+            if entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                continue
             if not entry.is_file(follow_symlinks=False):
                 check_regular(RunFolder(path).path / entry.name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardscope.core.errors import FieldError, find_similar
@@ -15,7 +16,9 @@ from shardscope.runs.summaries import is_run, list_runs
 from shardscope.training.tasks.text_task import DEFAULT_FOLDER
 
 MAX_NAMES = 20
-"""Maximum number of run names listed in an error message."""
+"""Maximum number of run names listed in an error message, the newest ones."""
+MAX_PATHS = 5
+"""Maximum number of paths of runs in an error message."""
 
 
 def attach_run(folder: str | os.PathLike[str]) -> Run:
@@ -30,12 +33,9 @@ def attach_run(folder: str | os.PathLike[str]) -> Run:
     if len(undamaged) == 1:
         return _open_run(path / undamaged[0].name)
     names = [
-        summary.name if summary.run is not None else f"{summary.name} (damaged)"
-        for summary in summaries[:MAX_NAMES]
+        summary.name if summary.run is not None else f"{summary.name} (damaged)" for summary in summaries
     ]
-    if len(summaries) > MAX_NAMES:
-        names.append(f"{len(summaries) - MAX_NAMES} more")
-    contents = ", ".join(names) or "no run at all"
+    contents = _join_newest(names, MAX_NAMES) or "no run at all"
     newest = str(path / undamaged[-1].name) if undamaged else None
     raise _describe_refusal(path, f"is not a run folder; it contains: {contents}", newest)
 
@@ -53,13 +53,19 @@ def _describe_refusal(path: Path, problem: str, fix: str | None = None) -> Field
         for summary in list_runs(parent)
         if summary.run is not None
     ]
-    listed = f"; runs nearby: {', '.join(map(str, nearby[:MAX_NAMES]))}" if nearby and fix is None else ""
+    # The newest run is the last of each folder.
+    listed = f"; runs nearby: {_join_newest(nearby, MAX_PATHS)}" if nearby and fix is None else ""
     if fix is None and nearby:
         similar = find_similar(path.name, [run.name for run in nearby])
-        # The newest run is the last of each folder.
         fix = str(next((run for run in nearby if run.name == similar), nearby[-1]))
     allowed = f"the folder of a run: {path} {problem}{listed}"
     return FieldError("Run.attach folder", str(path), allowed, fix or "the path that run.folder has")
+
+
+def _join_newest(runs: Sequence[object], limit: int) -> str:
+    """Return the last ``limit`` of ``runs`` with commas, and how many there are before them."""
+    listed = ", ".join(map(str, runs[-limit:]))
+    return f"{len(runs) - limit} older, {listed}" if len(runs) > limit else listed
 
 
 def _open_run(path: Path) -> Run:

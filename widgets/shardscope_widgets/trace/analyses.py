@@ -278,7 +278,7 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
         Heading("waiting", "time before the last rank arrived, mean over ranks"),
         Heading("transfer", "the shortest duration of all ranks"),
         Heading("exposed", "time during which the rank computes nothing, mean over ranks"),
-        Heading("bus GB/s", "median; compares with the speed of a link"),
+        Heading("bus GB/s", "bytes on a link over transfer time; compares with the speed of a link"),
     )
     sentences = [
         _describe_what_if(trace, collectives, axis)

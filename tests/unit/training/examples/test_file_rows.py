@@ -42,7 +42,10 @@ def open_all(path: Path, bad_rows: str = "refuse") -> FileRows:
     return rows
 
 
-@pytest.mark.parametrize("line", ['{"prompt": "x", "comp\n', "[1]\n", "7\n"])
+HALF_PAIR = r'{"prompt": "x", "completion": "cut \ud83d"}'
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "x", "comp\n', "[1]\n", "7\n", f"{HALF_PAIR}\n"])
 def test_an_unreadable_line_is_refused_or_an_empty_row(line: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD * 2 + line + GOOD)
     with pytest.raises(FieldError, match="line 3"):
@@ -260,6 +263,21 @@ def test_the_place_in_a_broken_line_is_its_character(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD + '{"prompt": "x", "completion": "y"\n')
     with pytest.raises(FieldError, match=r"line 2 is .*Expecting ',' delimiter, at character 34"):
         open_all(path)
+
+
+def test_half_a_surrogate_pair_is_named_and_a_whole_one_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD + HALF_PAIR.replace("ud83d", "ud83d\\ude00") + "\n")
+    assert open_all(path)[1]["completion"] == "cut \U0001f600"
+    path = write(tmp_path / "a.jsonl", GOOD + HALF_PAIR + "\n")
+    with pytest.raises(FieldError, match=r"line 2 is .*one half of a character.*remove \\ud83d from line 2"):
+        open_all(path)
+
+
+def test_rows_inside_of_one_object_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", f'{{"version": 1, "data": [{GOOD}]}}')
+    rows = open_all(path)
+    with pytest.raises(FieldError, match=r'Nearest fix: the rows alone.*json.load\(open\(file\)\)\["data"\]'):
+        recognize_format(FIELD, rows.column_names, read_row=lambda: rows[0])
 
 
 def test_places_count_lines_of_files(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCRIPT_FILE = "train.py"
 MODEL_FILE = "config.json"
 CHECKPOINTS_FILE = "checkpoints.py"
-"""Module that ``train.py`` imports, of frameworks whose ``train.py`` can continue after a failure."""
+"""Module that ``train.py`` imports, with which it continues after a failure."""
 ATTENTION = {"flash": "flash_attention_2", "eager": "eager", "sdpa": "sdpa"}
 """``Recipe.attention`` as transformers' ``attn_implementation``."""
 METADATA = frozenset(
@@ -94,15 +94,15 @@ def render_train_files(plan: Plan, trained: TrainedValues) -> list[Exported | Ab
         return [Absent(name=SCRIPT_FILE, why=why)]
     folder = resources.files(f"shardscope.frameworks.{plan.layout.framework}.files")
     what = "trains the plan with its framework and transformers, without Shardscope"
-    checkpoints = folder / CHECKPOINTS_FILE
-    if checkpoints.is_file():
-        resume = f"{what}; with --checkpoints FOLDER the same command continues after a failure"
-        scripts = [
-            (SCRIPT_FILE, resume, folder / SCRIPT_FILE),
-            (CHECKPOINTS_FILE, f"the checkpoints of {SCRIPT_FILE}, which imports it", checkpoints),
-        ]
-    else:
-        scripts = [(SCRIPT_FILE, f"{what} and without checkpoints", folder / SCRIPT_FILE)]
+    resume = f"{what}; with --checkpoints FOLDER the same command continues after a failure"
+    scripts = [
+        (SCRIPT_FILE, resume, folder / SCRIPT_FILE),
+        (
+            CHECKPOINTS_FILE,
+            f"the checkpoints of {SCRIPT_FILE}, which imports it",
+            folder / CHECKPOINTS_FILE,
+        ),
+    ]
     return [
         *(
             Exported(name=name, what=what, text=source.read_text(encoding="utf-8"))

@@ -56,6 +56,12 @@ _DESCRIPTIONS = {
 }
 
 
+NO_OPTIMIZER = (
+    "It was measured in the first step, which begins without the optimizer's state; from three steps on, the "
+    "third is measured."
+)
+
+
 class MeasuredPhase(PhaseMemory):
     """The peak of one phase. ``components`` has only the separately measured ones and ``other``."""
 
@@ -130,6 +136,17 @@ class MeasuredMemory(MemoryReport):
         return sum_predicted_tensors(self.predicted) / self.tensor_bytes - 1
 
     @property
+    def lacks_optimizer(self) -> bool:
+        """Whether the measured step had no optimizer state yet, as the first one of a run of one or two."""
+        if self.predicted is None or not self.predicted.components.get("optimizer"):
+            return False
+        before = [
+            phase for phase in self.worst_stage.phases if phase.phase in ("rest", "forward", "backward")
+        ]
+        # A component that was not measured is absent.
+        return bool(before) and all(phase.components.get("optimizer") == 0 for phase in before)
+
+    @property
     def sentence(self) -> str:
         """The measured peak and the error of the prediction, as one sentence."""
         if not self.tensor_bytes:
@@ -141,7 +158,10 @@ class MeasuredMemory(MemoryReport):
         if abs(self.error) < 0.0005:
             return f"{comparison}, the same to 0.1 %."
         side = "above" if self.error > 0 else "below"
-        return f"{comparison}, {100 * abs(self.error):.1f} % {side} it."
+        sentence = f"{comparison}, {100 * abs(self.error):.1f} % {side} it."
+        if self.lacks_optimizer:
+            sentence += f" {NO_OPTIMIZER}"
+        return sentence
 
     @property
     def _tensor_phase(self) -> str:

@@ -289,14 +289,17 @@ def _list_results(run: Run) -> Iterator[Row]:
 def _list_measured(run: Run) -> Iterator[Row]:
     totals = compute_totals(run)
     measured, predicted = totals.tensor_bytes, totals.predicted_tensor_bytes
+    memory = run.memory()
     if measured and predicted:
+        # The prediction is that of a step with the optimizer's state.
+        is_first = memory.lacks_optimizer
         yield (
-            "tensors at the peak, fullest rank",
+            f"tensors at the peak, fullest rank{', first step without optimizer state' if is_first else ''}",
             format_amount(predicted),
             format_amount(measured),
-            _format_error(predicted, measured),
+            "" if is_first else _format_error(predicted, measured),
         )
-    expected, peaks = run.predicted_metrics(), [rank["peak_memory_bytes"] for rank in run.memory().ranks]
+    expected, peaks = run.predicted_metrics(), [rank["peak_memory_bytes"] for rank in memory.ranks]
     if expected is not None and expected.peak_memory_bytes is not None and peaks:
         low, high = format_amount(min(peaks)), format_amount(max(peaks))
         yield (

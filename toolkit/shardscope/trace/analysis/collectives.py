@@ -89,7 +89,8 @@ class AxisRow(TypedDict):
     transfer_seconds: float | None
     exposed_seconds: float
     bus_bandwidth: float | None
-    """Median over calls, in bytes/s."""
+    """Bytes on a link of all calls over their transfer time, in bytes/s. A median would be that of the many
+    calls of a few bytes, such as those of gradient norms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,12 @@ class Collectives(Table[CollectiveRow]):
 
         rows: list[AxisRow] = []
         for (axis, kind), calls in sums.items():
-            bandwidths = [row["bus_bandwidth"] for row in calls if row["bus_bandwidth"] is not None]
+            transfers = [
+                (row["bus_bandwidth"], row["transfer_seconds"])
+                for row in calls
+                if row["bus_bandwidth"] is not None and row["transfer_seconds"] is not None
+            ]
+            seconds = sum(transfer for _, transfer in transfers)
             rows.append(
                 {
                     "axis": axis,
@@ -164,7 +170,9 @@ class Collectives(Table[CollectiveRow]):
                     "skew_seconds": compute_mean(calls, [row["skew_seconds"] for row in calls]),
                     "transfer_seconds": compute_mean(calls, [row["transfer_seconds"] for row in calls]),
                     "exposed_seconds": compute_mean(calls, [row["exposed_seconds"] for row in calls]) or 0.0,
-                    "bus_bandwidth": float(np.median(bandwidths)) if bandwidths else None,
+                    "bus_bandwidth": sum(rate * transfer for rate, transfer in transfers) / seconds
+                    if seconds
+                    else None,
                 }
             )
         rows.sort(key=lambda row: -row["exposed_seconds"])

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardscope.core.number_format import format_count
 from shardscope.training.data.batches import Batches
 from shardscope.training.examples.token_table import TokenTable
 
@@ -38,7 +39,7 @@ class ExampleBatches(Batches):
     @property
     def title(self) -> str:
         """See :class:`Batches`."""
-        return f"{self.num_samples:,} examples of {self.num_tokens:,} tokens"
+        return f"{format_count(self.num_samples, 'example')} of {self.num_tokens:,} tokens"
 
     def build_batch(self, step: int) -> dict[str, torch.Tensor]:
         """See :class:`Batches`."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TextIO, TypeAlias
 
 from shardscope.core.errors import refuse
+from shardscope.core.number_format import format_count
 
 if TYPE_CHECKING:
     from _csv import Reader
@@ -260,7 +261,9 @@ def check_table_rows(field: str, path: Path, *, skips_wide: bool) -> None:
     if first_wide is None or (skips_wide and extra != "every"):
         return
     line, num_wide = first_wide
-    allowed = f"rows of at most {num_cells:,} cells, as {EXTRA_CELLS.get(extra, 'the header has')}; "
+    allowed = (
+        f"rows of at most {format_count(num_cells, 'cell')}, as {EXTRA_CELLS.get(extra, 'the header has')}; "
+    )
     quotes = f"a cell that contains {delimiter!r} needs quotes around it"
     if extra == "every":
         allowed += f"every row has more, the one in line {line:,} has {num_wide:,}"
@@ -328,6 +331,22 @@ def write_readable_copies(files: Sequence[Path], folder: Path) -> list[Path]:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return False
+    return isinstance(row, dict) and find_half_pair(line, row) is None
+
+
+def find_half_pair(line: bytes, value: object) -> str | None:
+    r"""Return the first surrogate without its other half in a JSON line of ``value``, such as "\ud83d".
+
+    None if there is none. Programs that cut texts by UTF-16 units write them; no UTF-8 has them, and Arrow's
+    parser ends at the first one.
+    """
+    if b"\\u" not in line:
+        return None
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return None

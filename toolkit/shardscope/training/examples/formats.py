@@ -85,12 +85,16 @@ class UnknownColumnsError(FieldError):
     def __init__(
         self, field: str, column_names: Sequence[str], read_row: Callable[[], Mapping[str, object]] | None
     ) -> None:
-        chats = _find_chat_column(column_names, read_row)
+        row = _read_first(read_row)
+        chats, wrapped = _find_chat_column(column_names, row), _find_wrapped_rows(row)
+        fix = f'columns={{"messages": "{chats}"}}' if chats else _suggest_mapping(column_names)
+        if wrapped is not None:
+            fix = f'the rows alone, which are in "{wrapped}": data=json.load(open(file))["{wrapped}"]'
         super().__init__(
             field,
             f"data with the columns {', '.join(column_names)}",
             f"columns of a known format ({_list_formats()}), or a mapping to them",
-            f'columns={{"messages": "{chats}"}}' if chats else _suggest_mapping(column_names),
+            fix,
         )
         self.column_names = tuple(column_names)
         self.chat_column = chats
@@ -189,18 +193,33 @@ def list_text_columns(column_names: Sequence[str]) -> list[str]:
     return names or list(column_names)
 
 
-def _find_chat_column(
-    column_names: Sequence[str], read_row: Callable[[], Mapping[str, object]] | None
-) -> str | None:
+def _read_first(read_row: Callable[[], Mapping[str, object]] | None) -> Mapping[str, object]:
+    try:
+        return read_row() if read_row else {}
+    except (ValueError, LookupError):
+        # No rows, or a malformed first one: the columns are the error to report.
+        return {}
+
+
+def _find_wrapped_rows(row: Mapping[str, object]) -> str | None:
+    """Return the key of the rows in a file that is one JSON object, such as {"version": 1, "data": [...]}.
+
+    None unless one cell is a list of objects that have the columns of a known format.
+    """
+    for name, value in row.items():
+        if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
+            continue
+        columns = list(dict.fromkeys(str(key) for item in value for key in item))
+        if any(_match_names(format, columns) for format in ROLES):
+            return name
+    return None
+
+
+def _find_chat_column(column_names: Sequence[str], row: Mapping[str, object]) -> str | None:
     """Return the column whose cell in that row is a conversation with an answer; None unless there is one.
 
     Several are preferences more likely than one conversation to train on.
     """
-    try:
-        row = read_row() if read_row else {}
-    except (ValueError, LookupError):
-        # No rows, or a malformed first one: the columns are the error to report.
-        return None
     chats = []
     for name in column_names:
         try:
@@ -359,7 +378,19 @@ def _read_text(row: Row, column: str) -> str:
         raise ValueError(f"{column} is {kind}")
     if not value.strip():
         raise ValueError(f"{column} is empty")
+    _check_characters(value, column)
     return value
+
+
+def _check_characters(text: str, where: str) -> None:
+    """Raise ``ValueError`` for a text that is not Unicode: no tokenizer reads half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(
+            f"{where} has {half}, one half of a character, such as an emoji that was cut"
+        ) from None
 
 
 def _read_turn(row: Row, column: str, role: str) -> tuple[Message, ...]:
@@ -370,7 +401,7 @@ def _read_turn(row: Row, column: str, role: str) -> tuple[Message, ...]:
 
 
 def _read_list(value: object, column: str, problem: str = "not a list of messages") -> tuple[Message, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         kind = "text" if isinstance(value, str) else type(value).__name__
         raise ValueError(f"{column} is {kind}, {problem}")
     if not value:
@@ -399,6 +430,7 @@ def _read_message(message: object, where: str) -> Message:
     if not isinstance(content, str):
         kind = "no text" if content is None else f"{type(content).__name__} as content, not text"
         raise ValueError(f"{where} has {kind}")
+    _check_characters(content, where)
     return {"role": ROLE_NAMES[role.lower()], "content": content}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardscope.core.number_format import format_count
 from shardscope.training.data.batches import Batches
 from shardscope.training.examples.token_table import TokenTable
 
@@ -100,8 +101,9 @@ def pack_table(table: TokenTable, seq_len: int) -> Packing:
 
 def describe_packing(table: TokenTable, packing: Packing, seq_len: int) -> str:
     """Return a sentence for the log about the padding that packing saves."""
+    examples, windows = format_count(len(table), "example"), format_count(len(packing), "window")
     return (
-        f"packing: {len(table):,} examples in {len(packing):,} windows of {seq_len:,} tokens; padding is "
+        f"packing: {examples} in {windows} of {seq_len:,} tokens; padding is "
         f"{100 * (1 - len(table.ids) / (len(packing) * seq_len)):.0f} % instead of "
         f"{100 * (1 - len(table.ids) / (len(table) * seq_len)):.0f} %"
     )
@@ -133,7 +135,8 @@ class PackedBatches(Batches):
     @property
     def title(self) -> str:
         """See :class:`Batches`."""
-        return f"{len(self.table):,} examples of {self.num_tokens:,} tokens, in {self.num_samples:,} windows"
+        examples, windows = format_count(len(self.table), "example"), format_count(self.num_samples, "window")
+        return f"{examples} of {self.num_tokens:,} tokens, in {windows}"
 
     def build_batch(self, step: int) -> dict[str, torch.Tensor]:
         """See :class:`Batches`."""

@@ -9,7 +9,7 @@ import json
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, cast
@@ -26,6 +26,7 @@ from shardscope.training.examples.file_rows import (
     check_table_rows,
     find_delimiter,
     find_extra_cell,
+    find_half_pair,
     has_rows,
     has_wide_first_row,
     name_columns,
@@ -36,6 +37,7 @@ from shardscope.training.examples.file_rows import (
 
 if TYPE_CHECKING:
     import pandas
+    from datasets import Dataset
 
 Row: TypeAlias = Mapping[str, object]
 """One row of a data source: column -> value."""
@@ -112,15 +114,37 @@ def resolve_source(field: str, source: object) -> object:
         fix = str(path.parent / similar) if similar else "the file's path"
         allowed = f"{ALLOWED}: there is no such file"
         refuse(field, str(source), allowed, fix, problem="There is no such file")
-    if not (_is_frame(source) or _is_dataset(source) or _is_list_of_rows(source)):
-        is_dict = type(source).__name__ == "DatasetDict"
-        refuse(
-            field,
-            "an empty list" if isinstance(source, list) and not source else type(source).__name__,
-            ALLOWED,
-            'one of its splits, such as data["train"]' if is_dict else "a path",
-        )
+    # Rows that are open already: the form of a fine-tune keeps one object, which it compares by identity.
+    is_open = _is_dataset(source) or isinstance(source, ListRows)
+    if not (is_open or _is_frame(source) or _is_list_of_rows(source)):
+        refuse(field, _name_unreadable(source), ALLOWED, _suggest_source(source))
     return source
+
+
+def _name_unreadable(source: object) -> str:
+    if not isinstance(source, list):
+        return type(source).__name__
+    for number, item in enumerate(source, start=1):
+        if not isinstance(item, dict):
+            return f"a list with {type(item).__name__} as item {number:,}"
+    return "an empty list"
+
+
+def _suggest_source(source: object) -> str:
+    """Return the nearest fix for an object that is no data source."""
+    name = type(source).__name__
+    if name == "DatasetDict":
+        return 'one of its splits, such as data["train"]'
+    if name == "IterableDataset":
+        return "the files or the name on the Hub that it reads, with streaming=True"
+    if isinstance(source, Mapping):
+        return "pandas.DataFrame(data)"
+    if isinstance(source, list) and source and all(isinstance(item, str | Path) for item in source):
+        are_files = all(Path(item).suffix.lower() in LOADERS for item in source)
+        return "a folder with these files" if are_files else '[{"text": text} for text in data]'
+    if isinstance(source, Iterator | tuple) and not isinstance(source, str):
+        return "list(data)"
+    return "a list of dicts only" if isinstance(source, list) and source else "a path"
 
 
 def open_rows(field: str, source: object, *, skips_unreadable: bool = False) -> Rows:
@@ -141,15 +165,14 @@ def open_rows(field: str, source: object, *, skips_unreadable: bool = False) -> 
     elif isinstance(source, str):
         rows = cast(Rows, load_hub(field, source, streaming=False))
     elif _is_frame(source):
-        from datasets import Dataset
-
-        rows = cast(Rows, Dataset.from_pandas(cast("pandas.DataFrame", source), preserve_index=False))
+        rows = _read_frame(field, cast("pandas.DataFrame", source))
     elif isinstance(source, list):
-        from datasets import Dataset
-
-        rows = cast(Rows, Dataset.from_list(source))
+        rows = ListRows(source)
+    elif isinstance(source, ListRows):
+        rows = source
     else:
-        rows = cast(Rows, source)
+        # All columns as Python objects, whatever ``set_format`` selected for another program.
+        rows = cast(Rows, cast("Dataset", source).with_format(None))
     if not len(rows):
         refuse(field, describe_source(source), "data with at least one row", "data that have rows")
     return rows
@@ -160,7 +183,65 @@ def describe_source(source: object) -> str:
     if isinstance(source, str | Path):
         return str(source)
     num_rows = len(source) if hasattr(source, "__len__") else "unknown"
-    return f"a {type(source).__name__} of {num_rows} rows"
+    kind = "list" if isinstance(source, ListRows) else type(source).__name__
+    return f"a {kind} of {num_rows} rows"
+
+
+# ---- Objects
+
+
+class ListRows:
+    """Rows of a list of dicts: the columns are those of all dicts, and each cell has the type that it has.
+
+    An Arrow table would have the first dict's columns only, and could not be made of a column with text in
+    one row and a number in another, which is one malformed row.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[object, object]]) -> None:
+        self._rows = rows
+        names = dict.fromkeys(name for row in rows for name in row)
+        self.column_names = [str(name) for name in names]
+        self._names = list(names)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self._rows[index]
+        pairs = zip(self.column_names, self._names, strict=True)
+        return {column: _simplify_cell(row.get(name)) for column, name in pairs}
+
+
+def _simplify_cell(value: object) -> object:
+    """Return a cell as a file has it: None for pandas' missing values, a list for numpy's arrays."""
+    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value):
+        return None
+    to_list = getattr(value, "tolist", None)
+    if callable(to_list):
+        value = to_list()
+    if isinstance(value, list):
+        return [_simplify_cell(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _simplify_cell(item) for key, item in value.items()}
+    return value
+
+
+def _read_frame(field: str, frame: pandas.DataFrame) -> Rows:
+    from datasets import Dataset
+
+    names = [str(name) for name in frame.columns]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        refuse(
+            field,
+            f"a DataFrame with two columns {twice!r}",
+            "a frame whose columns have different names",
+            "data.loc[:, ~data.columns.duplicated()], which keeps the first of them",
+        )
+    try:
+        return cast(Rows, Dataset.from_pandas(frame, preserve_index=False))
+    except Exception:  # pyarrow's, for a column of several types: its rows are malformed one by one.
+        return ListRows(cast("list[Mapping[object, object]]", frame.to_dict("records")))
 
 
 # ---- Kinds of sources
@@ -423,6 +504,11 @@ def _iterate_json_lines(field: str, path: Path, skips_unreadable: bool) -> Itera
                 if skips_unreadable:
                     continue
                 refuse(field, str(path), allowed, f"repair or remove line {number}")
+            if (half := find_half_pair(line, row)) is not None:
+                if skips_unreadable:
+                    continue
+                reason = f"{half} is one half of a character, such as an emoji that was cut"
+                refuse(field, str(path), f"{allowed} ({reason})", f"remove {half} from line {number}")
             yield number, row
 
 

@@ -501,10 +501,14 @@ class Finetune(TextTask):
         WeightsTokenizer(folder).check(plan.architecture.vocab_size)
 
     def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
-        """See :class:`TextTask`. Also if ``seq_len`` leaves rows of the data nothing to learn."""
+        """See :class:`TextTask`. Also if ``seq_len`` leaves rows of the data nothing to learn, or a prompt of
+        ``samples`` no answer."""
         super().check_launch(plan, folder, name)
         if self.plain_text is None:
             check_row_lengths(self, self._rows, plan.recipe.seq_len)
+        if self.samples:
+            # Ranks would raise it when they have built the model.
+            self._encode_prompts(WeightsTokenizer(self.folder).load(), plan.recipe.seq_len)
 
     def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
         fraction = self.validation if field == "data" and isinstance(self.validation, float) else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardscope.core.number_format import format_count
 from shardscope.core.recipe import Recipe
 from shardscope.training.data.batches import Batches, Share, split_rows
 from shardscope.training.examples.batches import ExampleBatches
@@ -67,7 +68,7 @@ def _write_tables(rows: FinetuneRows, encoder: Encoder, seq_len: int, folder: Pa
         return tables
     num_sides = SIDES if rows.objective == "dpo" else 1
     num_examples = len(tables[VALIDATION_TOKENS]) // num_sides
-    print(f"the validation loss is that of {num_examples:,} examples", flush=True)
+    print(f"the validation loss is that of {format_count(num_examples, 'example')}", flush=True)
     if num_shared := count_shared_examples(tables[TOKENS], tables[VALIDATION_TOKENS], num_sides):
         save_shared_count(folder / VALIDATION_TOKENS, num_shared)
         print(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.architecture import Architecture
-from shardscope.core.errors import refuse
+from shardscope.core.errors import find_similar, refuse
 from shardscope.core.json_text import parse_json
 from shardscope.families import hf_config
 from shardscope.machine.user_folders import expand_home
@@ -59,7 +59,11 @@ class WeightsFolder:
         path = expand_home(value).absolute()
         if not path.is_dir():
             allowed += ": there is no such folder"
-            refuse(field, str(value), allowed, "the folder's path", problem="There is no such folder")
+            parent = path.parent
+            nearby = [each.name for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []
+            similar = find_similar(path.name, nearby)
+            fix = str(parent / similar) if similar else "the folder's path"
+            refuse(field, str(value), allowed, fix, problem="There is no such folder")
         folder = cls(path.resolve(), field)
         folder._check_listing(allowed)
         return folder
@@ -68,7 +72,7 @@ class WeightsFolder:
         # Adapters alone have no config.json of their model.
         if (self.path / ADAPTER_CONFIG).exists() and not (self.path / CONFIG).exists():
             allowed += ": these are adapters"
-            fix = "peft's merge_and_unload()"
+            fix = "ss.merge(run), or peft's merge_and_unload() for adapters of another program"
             refuse(
                 self.field, str(self.path), allowed, fix, problem="These are adapters, without their model"
             )

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints, add_options
+from checkpoints import Checkpoints, add_options, check_options
 from tokenizers import Tokenizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
@@ -232,7 +232,7 @@ def train_step(
 
 def main() -> None:
     """Train as planned, and print each step's loss."""
-    options, plan = read_options(), read_plan()
+    options, plan = check_options(read_options()), read_plan()
     recipe, cluster = plan.recipe, plan.cluster
     planned = cluster.gpus_per_node * cluster.num_nodes
 

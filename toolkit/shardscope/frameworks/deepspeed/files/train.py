@@ -31,7 +31,7 @@ import deepspeed
 import numpy
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints, add_options
+from checkpoints import Checkpoints, add_options, check_options
 from tokenizers import Tokenizer
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -58,6 +58,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
     parser.add_argument("--save", help="a folder for the trained weights, as transformers opens it")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher `deepspeed`
     add_options(parser)
     return parser.parse_args()
 
@@ -232,7 +233,7 @@ def exit_process() -> None:
 
 def main() -> None:
     """Train as planned, and print each step's loss."""
-    options, plan = read_options(), read_plan()
+    options, plan = check_options(read_options()), read_plan()
     recipe, cluster = plan.recipe, plan.cluster
     planned = cluster.gpus_per_node * cluster.num_nodes
 

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import numpy
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints, add_options
+from checkpoints import Checkpoints, add_options, check_options
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -243,7 +243,7 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: 
 
 def main() -> None:
     """Train as planned, and print each step's loss."""
-    options, plan = read_options(), read_plan()
+    options, plan = check_options(read_options()), read_plan()
     recipe, cluster = plan.recipe, plan.cluster
     planned = cluster.gpus_per_node * cluster.num_nodes
     # Connect the ranks. torchrun and accelerate launch set these environment variables.

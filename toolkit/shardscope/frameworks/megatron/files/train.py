@@ -1,18 +1,17 @@
 """Train a Llama-like model with Megatron-core: tensor-parallel matrices and a distributed optimizer.
 
-    ./train.sh --text corpus.txt --save trained
+    ./train.sh --text corpus.txt --checkpoints checkpoints --save trained
 
-Shardscope's ``plan.export(folder)`` wrote this file, ``megatron_model.py``, which builds the model, and the
-two that they read: ``plan.json`` (batch, precision, recomputation, parallelism) and ``config.json`` (the
-model's transformers config). They import megatron.core, torch, transformers and tokenizers, and nothing of
-Shardscope.
+Shardscope's ``plan.export(folder)`` wrote this file, ``megatron_model.py``, which builds the model,
+``checkpoints.py``, and the two that they read: ``plan.json`` (batch, precision, recomputation, parallelism)
+and ``config.json`` (the model's transformers config). They import megatron.core, torch, transformers and
+tokenizers, and nothing of Shardscope.
 
 ``tp`` consecutive ranks work on the same sequences: each has some columns or rows of every matrix, and
 between matrices a shard of the sequence. Over the other ranks gradients are averaged in Megatron-core's
 buffers, and with the distributed optimizer each of them keeps and updates its own shard of the optimizer's
 state. Weights come from a transformers model, which the ranks of a node build in turns in host memory, and
-are saved as one, at the end only: a training that fails starts again at its first step. For long ones
-Megatron-LM's ``pretrain_gpt.py`` has checkpoints (``--save-interval``, ``--load``): FILES.md has its command.
+are saved as one at the end.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
@@ -34,6 +33,7 @@ from types import SimpleNamespace
 import numpy
 import torch
 import torch.distributed as dist
+from checkpoints import Checkpoints, add_options, check_options
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -65,6 +65,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
     parser.add_argument("--save", help="a folder for the trained weights, as transformers opens it")
+    add_options(parser)
     return parser.parse_args()
 
 
@@ -213,7 +214,7 @@ def train_step(
 
 def main() -> None:
     """Train as planned, and print each step's loss."""
-    options, plan = read_options(), read_plan()
+    options, plan = check_options(read_options()), read_plan()
     recipe, cluster, tp = plan.recipe, plan.cluster, plan.layout.tp
 
     # Meet the other ranks. torchrun and accelerate launch pass each process its rank in variables.
@@ -242,6 +243,7 @@ def main() -> None:
         dist.barrier()
     wrapped = wrap_model(plan, config, model.to(device).train())
     optimizer = build_optimizer(plan, config, wrapped)
+    checkpoints = Checkpoints(options, wrapped, optimizer)
 
     # Each group of tensor-parallel ranks takes its own share of every batch.
     tokens = read_tokens(options.text, options.tokenizer or options.model, recipe.seq_len, source.vocab_size)
@@ -255,7 +257,7 @@ def main() -> None:
         peak = choose_peak_rate(num_parameters, options.model)
     if warmup is None:
         warmup = math.ceil(0.03 * options.steps)
-    for step in range(options.steps):
+    for step in range(checkpoints.load(), options.steps):
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = compute_rate(step, peak, options.steps, warmup)
@@ -265,6 +267,7 @@ def main() -> None:
         if rank == 0:
             speed = recipe.global_batch_size * recipe.seq_len / (time.perf_counter() - began)
             print(f"step {step + 1} loss {loss:.6f} {speed:,.0f} tokens/s", flush=True)
+        checkpoints.save(step + 1)
 
     # Save, all ranks together.
     if options.save:

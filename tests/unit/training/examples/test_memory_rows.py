@@ -1,0 +1,115 @@
+"""Rows in memory: lists of dicts, frames and ``datasets`` objects whose cells or columns are irregular."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.requirements import needs
+
+from shardscope.core.errors import FieldError
+from shardscope.training.examples.formats import read_example, recognize_format
+from shardscope.training.examples.rows import Rows, describe_source, open_rows, resolve_source
+
+needs("datasets")
+
+FIELD = "Finetune.data"
+GOOD = {"question": "Who?", "answer": "Ahab"}
+
+
+def read_all(source: object) -> list[str]:
+    """Return the answer of each row, or why it is malformed."""
+    rows = open_rows(FIELD, resolve_source(FIELD, source))
+    format = recognize_format(FIELD, rows.column_names, read_row=lambda: rows[0])
+    return [read_one(rows, format, index) for index in range(len(rows))]
+
+
+def read_one(rows: Rows, format: Any, index: int) -> str:
+    try:
+        return read_example(format, rows[index]).messages[-1]["content"]
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "How many?", "answer": 3}, "answer is int"),
+        ({"question": "How many?", "answer": float("nan")}, "answer is missing"),
+        ({"question": "How many?"}, "answer is missing"),
+        ({"question": "How many?", "answer": "cut \ud83d"}, "answer has \\ud83d, one half of a character"),
+    ],
+)
+@pytest.mark.parametrize("as_frame", [False, True])
+def test_a_cell_of_another_type_is_one_malformed_row(
+    row: dict[str, object], reason: str, as_frame: bool
+) -> None:
+    import pandas
+
+    rows = [GOOD, row, GOOD]
+    answers = read_all(pandas.DataFrame(rows, dtype=object) if as_frame else rows)
+    assert answers[0] == answers[2] == "Ahab" and answers[1].startswith(reason)
+
+
+def test_bytes_are_no_text() -> None:
+    assert read_all([GOOD, {**GOOD, "answer": b"Ahab"}])[1].startswith("answer is bytes")
+
+
+def test_columns_of_a_list_are_those_of_all_its_dicts() -> None:
+    rows = open_rows(FIELD, [GOOD, {**GOOD, "system": "You are Ishmael."}])
+    assert rows.column_names == ["question", "answer", "system"]
+    format = recognize_format(FIELD, rows.column_names)
+    assert [len(read_example(format, rows[index]).messages) for index in (0, 1)] == [2, 3]
+
+
+def test_open_rows_are_a_source_that_can_be_sent_to_ranks() -> None:
+    rows = open_rows(FIELD, [GOOD, {"question": 1}])
+    assert resolve_source(FIELD, rows) is open_rows(FIELD, rows) is rows
+    assert describe_source(rows) == "a list of 2 rows"
+    assert read_all(pickle.loads(pickle.dumps(rows)))[0] == "Ahab"
+
+
+def test_messages_in_numpys_arrays_are_read(tmp_path: Path) -> None:
+    import pandas
+
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ahab"}]
+    path = tmp_path / "chats.parquet"
+    pandas.DataFrame({"messages": [chat]}).to_parquet(path)
+    frame = pandas.read_parquet(path)
+    assert read_all(frame) == read_all(frame.to_dict("records")) == ["Ahab"]
+
+
+@pytest.mark.parametrize("format", [{"type": "pandas"}, {"columns": ["answer"]}])
+def test_the_output_format_of_a_data_set_does_not_matter(format: dict[str, Any]) -> None:
+    import datasets
+
+    assert read_all(datasets.Dataset.from_list([GOOD] * 2).with_format(**format)) == ["Ahab"] * 2
+
+
+def test_a_frame_with_two_columns_of_a_name_is_refused() -> None:
+    import pandas
+
+    frame = pandas.DataFrame([["a", "b", "c"]], columns=["question", "question", "answer"])
+    with pytest.raises(FieldError, match=r"two columns 'question'.*duplicated"):
+        read_all(frame)
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "fix"),
+    [
+        ((GOOD,), "tuple", "list(data)"),
+        (iter([GOOD]), "list_iterator", "list(data)"),
+        ({"question": ["Who?"], "answer": ["Ahab"]}, "dict", "pandas.DataFrame(data)"),
+        ([GOOD, None], "a list with NoneType as item 2", "a list of dicts only"),
+        (["Call me Ishmael."], "a list with str as item 1", '[{"text": text} for text in data]'),
+        (["a.jsonl", "b.jsonl"], "a list with str as item 1", "a folder with these files"),
+    ],
+)
+def test_objects_that_are_no_rows_are_refused_with_what_makes_rows_of_them(
+    source: object, value: str, fix: str
+) -> None:
+    with pytest.raises(FieldError) as refused:
+        resolve_source(FIELD, source)
+    assert f"is '{value}';" in str(refused.value) and refused.value.fix == fix
