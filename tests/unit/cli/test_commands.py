@@ -420,12 +420,15 @@ def test_stop_sends_the_command_to_a_live_run(tmp_path: Path) -> None:
 
 def test_stop_of_an_ended_run_names_the_live_one_with_its_name(tmp_path: Path) -> None:
     folder = write_run("lr", parent=tmp_path / "runs")
-    later, other = (write_run(name, "running", parent=tmp_path / "runs") for name in ("lr-2", "lr-3"))
-    description = json.loads((later / "run.json").read_text())
-    (later / "run.json").write_text(json.dumps({**description, "asked_name": "lr"}))
-    done = run_shell(tmp_path, "$shardscope stop lr")
-    assert done.returncode == 0 and "finished" in done.stdout
-    assert done.stderr == "lr has ended; lr-2, launched with the same name, is running\n"
+    second = write_run("lr-2", parent=tmp_path / "runs")
+    later, other = (write_run(name, "running", parent=tmp_path / "runs") for name in ("lr-3", "lr-4"))
+    for one in (second, later):
+        description = json.loads((one / "run.json").read_text())
+        (one / "run.json").write_text(json.dumps({**description, "asked_name": "lr"}))
+    for name in ("lr", "lr-2"):
+        done = run_shell(tmp_path, f"$shardscope stop {name}")
+        assert done.returncode == 0 and "finished" in done.stdout
+        assert done.stderr == f"{name} has ended; lr-3, launched with the same name, is running\n"
     assert not any((one / "control.jsonl").exists() for one in (folder, later, other))
 
 
@@ -564,6 +567,7 @@ def test_options_of_a_target_reach_launch(
         (["--task", "script"], "--task script source=VALUE"),
         (["--task", "script", "train.py"], "source=train.py"),
         (["--task", "finetune", "model"], "weights=model"),
+        (["--task", "finetune", "weights=model", "rows.csv"], "data=rows.csv"),
         (["--task", "pretrain", "30"], "num_steps=100"),
     ],
 )

@@ -45,6 +45,17 @@ def test_of_many_runs_the_newest_are_listed(tmp_path: Path, monkeypatch: pytest.
         ss.Run.attach("runs")
 
 
+def test_the_newest_runs_of_several_folders_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(6):
+        write_run(f"old{number}", number=number, num_done=1)
+        write_run(f"new{number}", parent=tmp_path / "exp", number=number + 10, num_done=1)
+    with pytest.raises(FieldError, match=r"7 older, \S+/new1, .*/new5\. Nearest fix: \S+/new5"):
+        ss.Run.attach("exp/zzz")
+
+
 def test_without_any_run_the_error_says_where_a_run_has_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

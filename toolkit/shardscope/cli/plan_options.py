@@ -175,10 +175,12 @@ def build_task(words: Sequence[str]) -> Callable[[Context], object]:
         field.name for field in known if field.default is field.default_factory is dataclasses.MISSING
     ]
     names = [field.name for field in known]
+    given = {word.partition("=")[0] for word in words[1:]}
+    missing = [field.name for field in known if not field.kw_only and field.name not in given]
     for word in words[1:]:
         # As in Python, where these fields are positional: script train.py, finetune my-model.
-        if required and "=" not in word and word not in names:
-            refuse("--task", word, FIELDS_METAVAR, f"{required[0]}={word}")
+        if missing and "=" not in word and find_similar(word, names) is None:
+            refuse("--task", word, FIELDS_METAVAR, f"{missing[0]}={word}")
     fields = parse_fields("--task", words[1:])
     check_keys(kind.__name__, fields, names)
     for field in required:

@@ -274,12 +274,11 @@ def _name_later_run(run: Run) -> None:
 
     if run.status not in FINAL:
         return
-    folder = run.folder
-    name = (read_json(RunFolder(folder).run_json) or {}).get("asked_name")
-    if name is None:  # By default it is the time, which a later launch does not repeat.
+    name = (read_json(RunFolder(run.folder).run_json) or {}).get("asked_name")
+    if not isinstance(name, str):  # By default it is the time, which a later launch does not repeat.
         return
-    for path in folder.parent.glob(f"{glob.escape(folder.name)}-*"):
-        if (read_json(RunFolder(path).run_json) or {}).get("asked_name") != name:
+    for path in run.folder.parent.glob(f"{glob.escape(name)}*"):
+        if path == run.folder or (read_json(RunFolder(path).run_json) or {}).get("asked_name") != name:
             continue
         with suppress(ValueError, OSError):  # A damaged run is none to name.
             later = Run.attach(path)

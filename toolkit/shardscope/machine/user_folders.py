@@ -19,6 +19,15 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
         return Path(path)
 
 
+def list_entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in ``folder``, to suggest one of its names; nothing if it cannot be listed."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
 def check_home(field: str, path: str | os.PathLike[str], fix: Fix) -> Path:
     """Return :func:`expand_home` of ``path``. Raises ``ValueError`` if that user has no home folder."""
     expanded = expand_home(path)

@@ -47,13 +47,13 @@ def _describe_refusal(path: Path, problem: str, fix: str | None = None) -> Field
     """
     # As typed in the folder of a project, whose runs are in ``runs``; and where ss.launch makes runs.
     parents = (path.parent, path.parent / DEFAULT_FOLDER, Path(DEFAULT_FOLDER).absolute())
-    nearby = [
-        parent / summary.name
+    created = {
+        parent / summary.name: summary.created
         for parent in dict.fromkeys(parents)
         for summary in list_runs(parent)
         if summary.run is not None
-    ]
-    # The newest run is the last of each folder.
+    }
+    nearby = sorted(created, key=lambda run: created[run])
     listed = f"; runs nearby: {_join_newest(nearby, MAX_PATHS)}" if nearby and fix is None else ""
     if fix is None and nearby:
         similar = find_similar(path.name, [run.name for run in nearby])

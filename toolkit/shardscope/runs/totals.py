@@ -110,7 +110,7 @@ def _compute_from_files(run: Run, folder: RunFolder) -> RunTotals:
         step_seconds=median[1] if median else None,
         tensor_bytes=memory.tensor_bytes if error is not None else None,
         predicted_tensor_bytes=None if memory.predicted is None else sum_predicted_tensors(memory.predicted),
-        memory_error=error,
+        memory_error=None if memory.lacks_optimizer else error,
     )
 
 

@@ -268,16 +268,19 @@ def test_the_place_in_a_broken_line_is_its_character(tmp_path: Path) -> None:
 def test_half_a_surrogate_pair_is_named_and_a_whole_one_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD + HALF_PAIR.replace("ud83d", "ud83d\\ude00") + "\n")
     assert open_all(path)[1]["completion"] == "cut \U0001f600"
-    path = write(tmp_path / "a.jsonl", GOOD + HALF_PAIR + "\n")
-    with pytest.raises(FieldError, match=r"line 2 is .*one half of a character.*remove \\ud83d from line 2"):
+    path = write(tmp_path / "a.jsonl", GOOD + HALF_PAIR.replace("ud83d", "uD83d") + "\n")
+    with pytest.raises(FieldError, match=r"line 2 is .*one half of a character.*remove \\uD83d from line 2"):
+        open_all(path)
+    path = write(tmp_path / "a.json", f"[{HALF_PAIR}]")
+    with pytest.raises(FieldError, match=r"one half of a character.*remove \\ud83d"):
         open_all(path)
 
 
 def test_rows_inside_of_one_object_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", f'{{"version": 1, "data": [{GOOD}]}}')
     rows = open_all(path)
-    with pytest.raises(FieldError, match=r'Nearest fix: the rows alone.*json.load\(open\(file\)\)\["data"\]'):
-        recognize_format(FIELD, rows.column_names, read_row=lambda: rows[0])
+    with pytest.raises(FieldError, match='Nearest fix: the rows alone, which are the list in "data"'):
+        recognize_format(FIELD, rows.column_names, rows=rows)
 
 
 def test_places_count_lines_of_files(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from tests.requirements import needs
 
@@ -22,7 +23,7 @@ GOOD = {"question": "Who?", "answer": "Ahab"}
 def read_all(source: object) -> list[str]:
     """Return the answer of each row, or why it is malformed."""
     rows = open_rows(FIELD, resolve_source(FIELD, source))
-    format = recognize_format(FIELD, rows.column_names, read_row=lambda: rows[0])
+    format = recognize_format(FIELD, rows.column_names, rows=rows)
     return [read_one(rows, format, index) for index in range(len(rows))]
 
 
@@ -38,6 +39,7 @@ def read_one(rows: Rows, format: Any, index: int) -> str:
     [
         ({"question": "How many?", "answer": 3}, "answer is int"),
         ({"question": "How many?", "answer": float("nan")}, "answer is missing"),
+        ({"question": "How many?", "answer": numpy.float32("nan")}, "answer is missing"),
         ({"question": "How many?"}, "answer is missing"),
         ({"question": "How many?", "answer": "cut \ud83d"}, "answer has \\ud83d, one half of a character"),
     ],
@@ -51,6 +53,25 @@ def test_a_cell_of_another_type_is_one_malformed_row(
     rows = [GOOD, row, GOOD]
     answers = read_all(pandas.DataFrame(rows, dtype=object) if as_frame else rows)
     assert answers[0] == answers[2] == "Ahab" and answers[1].startswith(reason)
+
+
+@pytest.mark.parametrize("turn", [{"role": "assistant", "content": "Ahab"}, {"from": "gpt", "value": "Ahab"}])
+def test_a_column_of_conversations_is_no_list_of_rows(turn: dict[str, str]) -> None:
+    user = {"role": "user", "content": "Who?"} if "role" in turn else {"from": "human", "value": "Who?"}
+    rows = [{"id": number, "dialog": [user, turn], "documents": [{"text": "A page"}]} for number in range(2)]
+    for data in (rows, rows[:1]):
+        with pytest.raises(FieldError, match=r'Nearest fix: columns=\{"messages": "dialog"\}'):
+            read_all(data)
+
+
+def test_keys_that_are_the_same_text_are_one_column() -> None:
+    with pytest.raises(FieldError, match="data with the columns 1'; "):
+        read_all([{1: "a"}, {"1": "b"}])
+
+
+def test_rows_without_columns_are_no_rows() -> None:
+    with pytest.raises(FieldError, match="data with at least one row"):
+        read_all([{}, {}])
 
 
 def test_bytes_are_no_text() -> None:

@@ -108,7 +108,8 @@ class PeriodicChecks:
         if (nodes := self._node_hangs) is not None:
             report = self._hang.report or self._standstill.report
             message = self._try_check("hangs of all nodes", lambda: nodes.check(report, message, seconds))
-        return message or self._report_sampling()
+        # The reason of a run that hangs stays that of the hang.
+        return message or (None if self.run_hangs else self._report_sampling())
 
     def _report_sampling(self) -> str | None:
         """Return a sentence when lines of metrics were skipped for the first time, else None."""

@@ -9,6 +9,7 @@ import codecs
 import csv
 import itertools
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -348,5 +349,8 @@ def find_half_pair(line: bytes, value: object) -> str | None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        return f"\\u{ord(error.object[error.start]):04x}"
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        # As the line has it: hexadecimal digits of either case.
+        written = re.search(re.escape(half).encode(), line, re.IGNORECASE)
+        return written[0].decode() if written else half
     return None

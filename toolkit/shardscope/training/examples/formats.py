@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from shardscope.core.errors import FieldError, check_choice, find_similar, refuse
 from shardscope.training.examples.rows import Row
@@ -79,17 +79,23 @@ class ExampleError(ValueError):
         self.fix = fix
 
 
+class IndexedRows(Protocol):
+    """Rows by index, of which an error needs the first."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, object]: ...
+
+
 class UnknownColumnsError(FieldError):
     """Data whose columns fit no known format, so that a mapping has to be chosen."""
 
-    def __init__(
-        self, field: str, column_names: Sequence[str], read_row: Callable[[], Mapping[str, object]] | None
-    ) -> None:
-        row = _read_first(read_row)
-        chats, wrapped = _find_chat_column(column_names, row), _find_wrapped_rows(row)
+    def __init__(self, field: str, column_names: Sequence[str], rows: IndexedRows) -> None:
+        row = _read_first(rows)
+        chats = _find_chat_column(column_names, row)
         fix = f'columns={{"messages": "{chats}"}}' if chats else _suggest_mapping(column_names)
+        wrapped = None if chats or len(rows) > 1 else _find_wrapped_rows(row)
         if wrapped is not None:
-            fix = f'the rows alone, which are in "{wrapped}": data=json.load(open(file))["{wrapped}"]'
+            fix = f'the rows alone, which are the list in "{wrapped}"'
         super().__init__(
             field,
             f"data with the columns {', '.join(column_names)}",
@@ -149,19 +155,19 @@ def recognize_format(
     column_names: Sequence[str],
     columns: Mapping[str, str] | None = None,
     *,
-    read_row: Callable[[], Mapping[str, object]] | None = None,
+    rows: IndexedRows = (),
 ) -> Format:
     """Return the format of a data source with these columns.
 
     ``columns`` maps roles to columns where names alone do not tell: {"prompt": "q", "completion": "a"}.
-    ``read_row`` returns a row, read if no format fits, to see which column has conversations.
+    Of ``rows`` the first is read if no format fits, to see which column has conversations.
     Raises ``ValueError`` naming ``field``'s columns, what is known, and the nearest mapping.
     """
     if columns is not None:
         return _map_columns(field, column_names, columns)
     format = next((format for name in ROLES if (format := _match_names(name, column_names))), None)
     if format is None:
-        raise UnknownColumnsError(field, column_names, read_row)
+        raise UnknownColumnsError(field, column_names, rows)
     return format
 
 
@@ -193,18 +199,18 @@ def list_text_columns(column_names: Sequence[str]) -> list[str]:
     return names or list(column_names)
 
 
-def _read_first(read_row: Callable[[], Mapping[str, object]] | None) -> Mapping[str, object]:
+def _read_first(rows: IndexedRows) -> Mapping[str, object]:
     try:
-        return read_row() if read_row else {}
+        return rows[0]
     except (ValueError, LookupError):
         # No rows, or a malformed first one: the columns are the error to report.
         return {}
 
 
 def _find_wrapped_rows(row: Mapping[str, object]) -> str | None:
-    """Return the key of the rows in a file that is one JSON object, such as {"version": 1, "data": [...]}.
+    """Return the key of the rows in data that are one object, such as {"version": 1, "data": [...]}.
 
-    None unless one cell is a list of objects that have the columns of a known format.
+    None unless one cell of the only row is a list of objects that have the columns of a known format.
     """
     for name, value in row.items():
         if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, cast
 from shardscope.core.errors import FieldError, find_similar, get_first_line, refuse
 from shardscope.core.number_format import join_list
 from shardscope.machine.hub import HubProblem, find_hub_problem
-from shardscope.machine.user_folders import expand_home
+from shardscope.machine.user_folders import expand_home, list_entries
 from shardscope.training.examples.file_rows import (
     DELIMITERS,
     JSON_LINES,
@@ -65,6 +65,8 @@ ARROW_SPLITS = "dataset_dict.json"
 TRAINING_NAME = re.compile(r"(?<![a-z])(train|training)(?![a-z])")
 OTHER_NAME = re.compile(r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])")
 """Words in file names by which ``datasets`` finds the splits of a folder (5.2, data_files.py)."""
+HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Beginning of the escape of half a surrogate pair in JSON."""
 UNNAMED = re.compile(r"Unnamed: \d+")
 """Names of columns whose header is empty (``file_rows.name_columns``)."""
 MAX_NAMED_FILES = 4
@@ -109,8 +111,7 @@ def resolve_source(field: str, source: object) -> object:
             return path
         if _is_hub_name(source):
             return str(source)
-        nearby = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        similar = find_similar(path.name, nearby)
+        similar = find_similar(path.name, [entry.name for entry in list_entries(path.parent)])
         fix = str(path.parent / similar) if similar else "the file's path"
         allowed = f"{ALLOWED}: there is no such file"
         refuse(field, str(source), allowed, fix, problem="There is no such file")
@@ -173,7 +174,7 @@ def open_rows(field: str, source: object, *, skips_unreadable: bool = False) -> 
     else:
         # All columns as Python objects, whatever ``set_format`` selected for another program.
         rows = cast(Rows, cast("Dataset", source).with_format(None))
-    if not len(rows):
+    if not len(rows) or not rows.column_names:
         refuse(field, describe_source(source), "data with at least one row", "data that have rows")
     return rows
 
@@ -199,26 +200,30 @@ class ListRows:
 
     def __init__(self, rows: Sequence[Mapping[object, object]]) -> None:
         self._rows = rows
-        names = dict.fromkeys(name for row in rows for name in row)
-        self.column_names = [str(name) for name in names]
-        self._names = list(names)
+        # By their text: columns of a file are named so. Of keys such as 1 and "1", the first in a row counts.
+        self._names: dict[str, list[object]] = {}
+        for name in dict.fromkeys(name for row in rows for name in row):
+            self._names.setdefault(str(name), []).append(name)
+        self.column_names = list(self._names)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
         row = self._rows[index]
-        pairs = zip(self.column_names, self._names, strict=True)
-        return {column: _simplify_cell(row.get(name)) for column, name in pairs}
+        return {
+            column: _simplify_cell(next((row[name] for name in names if name in row), None))
+            for column, names in self._names.items()
+        }
 
 
 def _simplify_cell(value: object) -> object:
     """Return a cell as a file has it: None for pandas' missing values, a list for numpy's arrays."""
-    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value):
-        return None
     to_list = getattr(value, "tolist", None)
     if callable(to_list):
         value = to_list()
+    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value):
+        return None
     if isinstance(value, list):
         return [_simplify_cell(item) for item in value]
     if isinstance(value, dict):
@@ -350,6 +355,8 @@ def _is_other_split(path: Path) -> bool:
 def _read_files(field: str, files: list[Path], skips_unreadable: bool) -> Rows:
     for path in files:
         check_is_utf8(field, path)
+        if path.suffix.lower() == ".json":
+            _check_json_characters(field, path)
     try:
         return FileRows(cast(Rows, load_files(field, files, streaming=False)), files)
     except FieldError:
@@ -510,6 +517,20 @@ def _iterate_json_lines(field: str, path: Path, skips_unreadable: bool) -> Itera
                 reason = f"{half} is one half of a character, such as an emoji that was cut"
                 refuse(field, str(path), f"{allowed} ({reason})", f"remove {half} from line {number}")
             yield number, row
+
+
+def _check_json_characters(field: str, path: Path) -> None:
+    """Refuse a JSON file with half a character, which Arrow's parser would leave out silently."""
+    content = path.read_bytes()
+    if HALF_PAIR.search(content) is None:
+        return
+    try:
+        half = find_half_pair(content, json.loads(content))
+    except (ValueError, RecursionError):
+        return
+    if half is not None:
+        reason = f"{half} is one half of a character, such as an emoji that was cut"
+        refuse(field, str(path), f"JSON of whole characters ({reason})", f"remove {half}")
 
 
 def _name_kind(value: object) -> str:

@@ -249,12 +249,7 @@ class Finetune(TextTask):
         if self.plain_text is not None:
             return replace(self, objective="sft")
         rows = self._rows.open()
-        format = recognize_format(
-            self._field("data"),
-            rows.column_names,
-            self.columns,
-            read_row=lambda: rows[0],
-        )
+        format = recognize_format(self._field("data"), rows.column_names, self.columns, rows=rows)
         return replace(self, objective="dpo" if format.name == "preference" else "sft")
 
     @property

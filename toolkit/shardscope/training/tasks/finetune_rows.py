@@ -55,7 +55,7 @@ class FinetuneRows:
         """Return the format of the rows in the field ``name``. Raises ``ValueError`` if it is not the
         objective's."""
         field = self.name_field(name)
-        format = recognize_format(field, rows.column_names, self.columns, read_row=lambda: rows[0])
+        format = recognize_format(field, rows.column_names, self.columns, rows=rows)
         if (format.name == "preference") != (self.objective == "dpo"):
             is_pair = format.name == "preference"
             kind = 'preference pairs (prompt, chosen, rejected) with objective="dpo"'

@@ -20,7 +20,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.errors import find_similar, refuse
 from shardscope.core.json_text import parse_json
 from shardscope.families import hf_config
-from shardscope.machine.user_folders import expand_home
+from shardscope.machine.user_folders import expand_home, list_entries
 from shardscope.records.json_files import read_json
 from shardscope.training.weights.safetensors_header import StoredTensor, read_header
 from shardscope.training.weights.stored_names import find_sources, is_unused
@@ -59,10 +59,9 @@ class WeightsFolder:
         path = expand_home(value).absolute()
         if not path.is_dir():
             allowed += ": there is no such folder"
-            parent = path.parent
-            nearby = [each.name for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []
+            nearby = [entry.name for entry in list_entries(path.parent) if entry.is_dir()]
             similar = find_similar(path.name, nearby)
-            fix = str(parent / similar) if similar else "the folder's path"
+            fix = str(path.parent / similar) if similar else "the folder's path"
             refuse(field, str(value), allowed, fix, problem="There is no such folder")
         folder = cls(path.resolve(), field)
         folder._check_listing(allowed)

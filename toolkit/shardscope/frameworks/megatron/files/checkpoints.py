@@ -66,8 +66,7 @@ class Checkpoints:
         self.wrapped = wrapped
         chained = isinstance(optimizer, ChainedOptimizer)
         self.optimizers = optimizer.chained_optimizers if chained else [optimizer]
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        self.weights_file, self.optimizer_file = f"weights-{tp_rank}.pt", f"optimizer-{dist.get_rank()}.pt"
+        self.weights_file = f"weights-{parallel_state.get_tensor_model_parallel_rank()}.pt"
 
     def load(self) -> int:
         """Load the newest checkpoint. Return the number of steps that are done, 0 without a checkpoint."""
@@ -92,7 +91,7 @@ class Checkpoints:
             # In place: the optimizer's shards and the buffers of all-gathers are views of these tensors.
             for name, parameter in self.wrapped.module.named_parameters():
                 parameter.copy_(weights[name])
-        states = torch.load(newest / self.optimizer_file, map_location="cpu", weights_only=True)
+        states = torch.load(newest / f"optimizer-{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
         for optimizer, state in zip(self.optimizers, states, strict=True):
             restore_optimizer(optimizer, state)
         if dist.get_rank() == 0:
@@ -116,7 +115,8 @@ class Checkpoints:
             torch.save(
                 {name: parameter.detach() for name, parameter in parameters}, partial / self.weights_file
             )
-        torch.save([collect_state(one) for one in self.optimizers], partial / self.optimizer_file)
+        states = [collect_state(one) for one in self.optimizers]
+        torch.save(states, partial / f"optimizer-{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:
             partial.rename(self.folder / f"step-{steps}")
