@@ -52,6 +52,17 @@ def two_runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_first_step_without_optimizer_state_is_no_memory_error(tmp_path: Path) -> None:
+    folder = RunFolder(write_run_folder(tmp_path, "a", make_plan()))
+    for rank in range(2):
+        record = json.loads(folder.engine_report(rank).read_text())
+        for phase in record["memory"]["phases"].values():
+            phase["optimizer"] = 0
+        write_json(folder.engine_report(rank), record)
+    frame = ss.runs(tmp_path).to_frame()
+    assert frame["tensors_gib"][0] > 0 and frame["memory_error"].isna()[0]
+
+
 def test_table_of_runs_has_measurements_and_errors(two_runs: Path) -> None:
     runs = ss.runs(two_runs)
     frame = runs.to_frame()
