@@ -216,9 +216,17 @@ def _find_wrapped_rows(row: Mapping[str, object]) -> str | None:
         if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
             continue
         columns = list(dict.fromkeys(str(key) for item in value for key in item))
-        if any(_match_names(format, columns) for format in ROLES):
+        if any(_match_names(format, columns) for format in ROLES) and not _is_conversation(value, name):
             return name
     return None
+
+
+def _is_conversation(value: object, name: str) -> bool:
+    """Return whether a cell is a list of messages, with an answer or without."""
+    try:
+        return bool(_read_list(value, name))
+    except ValueError:
+        return False
 
 
 def _find_chat_column(column_names: Sequence[str], row: Mapping[str, object]) -> str | None:
