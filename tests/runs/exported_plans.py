@@ -115,6 +115,7 @@ def export_with_script(plan: ss.Plan, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(build_config(plan)))
         for name in ("train.py", "megatron_model.py", "checkpoints.py"):
             shutil.copy(Path(ss.__file__).parent / "frameworks/megatron/files" / name, folder)
+        shutil.copy(Path(ss.__file__).parent / "frameworks/formats/script_options.py", folder)
 
 
 def make_plan(name: str) -> ss.Plan:

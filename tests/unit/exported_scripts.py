@@ -18,10 +18,12 @@ def import_script(framework: str) -> ModuleType:
     if framework in ("deepspeed", "megatron"):
         needs(framework)
     # A script imports the files beside it, from the folder in which it is started.
-    folder = str(Path(ss.__file__).parent / "frameworks" / framework / "files")
-    sys.path.append(folder)
+    frameworks = Path(ss.__file__).parent / "frameworks"
+    folders = [str(frameworks / framework / "files"), str(frameworks / "formats")]
+    sys.path += folders
     sys.modules.pop("checkpoints", None)  # another framework's
     try:
         return importlib.import_module(f"shardscope.frameworks.{framework}.files.train")
     finally:
-        sys.path.remove(folder)
+        for folder in folders:
+            sys.path.remove(folder)

@@ -351,7 +351,7 @@ OWN_FILES = {
 }
 """For each framework, a layout that its train.py supports."""
 IMPORTED = {"torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "megatron"}
-BESIDE = {"megatron_model", "checkpoints"}
+BESIDE = {"megatron_model", "checkpoints", "script_options"}
 """Files of the export that ``train.py`` imports."""
 
 

@@ -202,7 +202,7 @@ class Run:
 
     @property
     def is_hanging(self) -> bool:
-        """Whether the ranks of a running run make no progress; :attr:`reason` has their positions."""
+        """Return whether the ranks of a running run make no progress; see :attr:`reason`."""
         state = self._status.read()
         return state["status"] == "running" and state.get("hangs") is True
 

@@ -20,6 +20,8 @@ SCRIPT_FILE = "train.py"
 MODEL_FILE = "config.json"
 CHECKPOINTS_FILE = "checkpoints.py"
 """Module that ``train.py`` imports, with which it continues after a failure."""
+OPTIONS_FILE = "script_options.py"
+"""Module that every framework's ``train.py`` imports; it lies beside this one."""
 ATTENTION = {"flash": "flash_attention_2", "eager": "eager", "sdpa": "sdpa"}
 """``Recipe.attention`` as transformers' ``attn_implementation``."""
 METADATA = frozenset(
@@ -101,6 +103,11 @@ def render_train_files(plan: Plan, trained: TrainedValues) -> list[Exported | Ab
             CHECKPOINTS_FILE,
             f"the checkpoints of {SCRIPT_FILE}, which imports it",
             folder / CHECKPOINTS_FILE,
+        ),
+        (
+            OPTIONS_FILE,
+            f"options of {SCRIPT_FILE}, which imports it",
+            resources.files("shardscope.frameworks.formats") / OPTIONS_FILE,
         ),
     ]
     return [

@@ -137,7 +137,7 @@ class MeasuredMemory(MemoryReport):
 
     @property
     def lacks_optimizer(self) -> bool:
-        """Whether the measured step had no optimizer state yet, as the first one of a run of one or two."""
+        """Return whether the measured step, the first of its run, began without optimizer state."""
         if self.predicted is None or not self.predicted.components.get("optimizer"):
             return False
         before = [

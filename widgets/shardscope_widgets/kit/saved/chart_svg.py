@@ -48,12 +48,12 @@ class Axis:
 
     @property
     def is_visible(self) -> bool:
-        """Whether the axis has ticks and a title."""
+        """Return whether the axis has ticks and a title."""
         return self.props.get("visible", True) is not False
 
     @property
     def is_collapsed(self) -> bool:
-        """Whether the axis has no extent, so that its traces and annotations are left out."""
+        """Return whether the axis has no extent, so that its traces and annotations are left out."""
         return abs(self.end - self.start) < 2
 
     def to_pixel(self, value: object) -> float:

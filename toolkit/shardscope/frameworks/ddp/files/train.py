@@ -2,9 +2,10 @@
 
     ./torchrun.sh --text corpus.txt --checkpoints checkpoints --save trained
 
-Shardscope's ``plan.export(folder)`` wrote this file, ``checkpoints.py``, which it imports, and the two that
-it reads: ``plan.json`` (batch, precision, recomputation, LoRA) and ``config.json`` (the model's transformers
-config). It imports torch, transformers and tokenizers, and peft for LoRA, and nothing of Shardscope.
+Shardscope's ``plan.export(folder)`` wrote this file, ``checkpoints.py`` and ``script_options.py``, which it
+imports, and the two that it reads: ``plan.json`` (batch, precision, recomputation, LoRA) and ``config.json``
+(the model's transformers config). It imports torch, transformers and tokenizers, and peft for LoRA, and
+nothing of Shardscope.
 
 Every rank builds the same model and trains it on other sequences. Before each optimizer step the gradients
 are averaged over all ranks, so replicas stay equal. DDP all-reduces them in buckets, overlapped with the rest
@@ -32,7 +33,8 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints, add_options, check_options
+from checkpoints import Checkpoints
+from script_options import add_options, check_options
 from tokenizers import Tokenizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute

@@ -2,9 +2,9 @@
 
     ./torchrun.sh --text corpus.txt --checkpoints checkpoints --save trained
 
-Shardscope's ``plan.export(folder)`` wrote this file, ``checkpoints.py``, which it imports, and the three that
-it reads: ``plan.json`` (batch, recomputation), ``ds_config.json`` (stage, offloading, precision, buckets) and
-``config.json`` (the model's transformers config).
+Shardscope's ``plan.export(folder)`` wrote this file, ``checkpoints.py`` and ``script_options.py``, which it
+imports, and the three that it reads: ``plan.json`` (batch, recomputation), ``ds_config.json`` (stage,
+offloading, precision, buckets) and ``config.json`` (the model's transformers config).
 
 Each rank updates its partition of the weights, and so keeps only that partition of the optimizer state
 (stage 1), of the gradients too (stage 2), and of the parameters too (stage 3), which are then all-gathered
@@ -31,7 +31,8 @@ import deepspeed
 import numpy
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints, add_options, check_options
+from checkpoints import Checkpoints
+from script_options import add_options, check_options
 from tokenizers import Tokenizer
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel

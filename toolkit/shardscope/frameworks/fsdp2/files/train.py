@@ -2,12 +2,12 @@
 
     ./torchrun.sh --text corpus.txt --checkpoints checkpoints --save trained
 
-Shardscope's ``plan.export(folder)`` wrote this file, ``checkpoints.py``, which it imports, and the two that
-it reads: ``plan.json`` (batch, precision, recomputation, shards) and ``config.json`` (transformers' config).
+Shardscope's ``plan.export(folder)`` wrote this file, ``checkpoints.py`` and ``script_options.py``, which it
+imports, and the two that it reads: ``plan.json`` (the plan) and ``config.json`` (transformers' config).
 
-Before a decoder layer runs, its parameters are all-gathered from the shards, while the previous layer still
-computes; then they are freed, and all-gathered again for backward. Gradients are reduce-scattered, and only
-shards are updated. With replicas (HSDP) ranks with the same shard all-reduce its gradient once a step.
+Before a decoder layer runs, its parameters are all-gathered, while the previous layer still computes; then
+they are freed, and all-gathered again for backward. Gradients are reduce-scattered. With replicas (HSDP),
+ranks with the same shard all-reduce its gradient once a step. Each rank updates its shard.
 
 The losses are those of ``ss.launch(plan, ss.Pretrain(text="corpus.txt"))`` with that task's tokenizer
 (``--tokenizer``: the path ``shardscope.training.data.tokenizer.SHIPPED_TOKENIZER``), and with ``--model``
@@ -27,7 +27,8 @@ from types import SimpleNamespace
 import numpy
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints, add_options, check_options
+from checkpoints import Checkpoints
+from script_options import add_options, check_options
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -258,7 +259,6 @@ def main() -> None:
         torch.cuda.set_device(device)
     # gloo communicates tensors in host memory (offloaded shards), NCCL those on GPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-
     model = build_sharded(plan, options.model, device).train()
     optimizer = build_optimizer(model, recipe.optimizer)  # its state is sharded as the parameters are
     checkpoints = Checkpoints(options, model, optimizer)

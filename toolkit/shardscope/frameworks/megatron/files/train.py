@@ -3,9 +3,9 @@
     ./train.sh --text corpus.txt --checkpoints checkpoints --save trained
 
 Shardscope's ``plan.export(folder)`` wrote this file, ``megatron_model.py``, which builds the model,
-``checkpoints.py``, and the two that they read: ``plan.json`` (batch, precision, recomputation, parallelism)
-and ``config.json`` (the model's transformers config). They import megatron.core, torch, transformers and
-tokenizers, and nothing of Shardscope.
+``checkpoints.py``, ``script_options.py``, and the two that they read: ``plan.json`` (batch, precision,
+recomputation, parallelism) and ``config.json`` (the model's transformers config). They import
+megatron.core, torch, transformers and tokenizers, and nothing of Shardscope.
 
 ``tp`` consecutive ranks work on the same sequences: each has some columns or rows of every matrix, and
 between matrices a shard of the sequence. Over the other ranks gradients are averaged in Megatron-core's
@@ -33,7 +33,7 @@ from types import SimpleNamespace
 import numpy
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints, add_options, check_options
+from checkpoints import Checkpoints
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -42,6 +42,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron_model import build_config, build_model, load_weights, save_weights
+from script_options import add_options, check_options
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
