@@ -45,7 +45,7 @@ CASES = [
         "rank 1",
     ),
 ]
-IN_EVERY_TEST = ("raises", "unspeakable", "long", "exits_at_once", "segfaults")
+IN_EVERY_TEST = ("unspeakable", "segfaults")
 """The story of a run (test_hanging_run.py) has one that is killed."""
 
 

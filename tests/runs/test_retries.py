@@ -60,6 +60,7 @@ def test_a_failed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert curves[0] == pytest.approx(curves[1], abs=1e-5)
 
 
+@thorough()
 def test_changed_data_are_named_in_the_next_attempt(tmp_path: Path) -> None:
     """The attempts share a folder: the second one wrote its record over that of the first one's data."""
     text = tmp_path / "text.txt"

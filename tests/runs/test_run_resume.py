@@ -65,6 +65,7 @@ def test_a_function_of_the_user_cannot_be_resumed_and_the_reason_is_given(plan: 
         resume_run(run)
 
 
+@thorough()
 def test_a_resume_without_steps_left_or_with_other_data_says_so(tmp_path: Path) -> None:
     """It finished without a word, and trained on other text as if it were the same."""
     plan, text = tiny_plan("ddp", 2, num_micro_batches=1), tmp_path / "text.txt"

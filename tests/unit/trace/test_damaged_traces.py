@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.requirements import sample
 
 from shardscope.trace import Trace
 from shardscope.trace import files as trace_files
@@ -244,6 +245,7 @@ def test_fault_38_ranks_and_times_given_as_texts_keep_their_alignment(tmp_path: 
     assert trace.notes == []
 
 
+@sample(1)
 def test_fault_38_a_bomb_of_events_is_refused_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
