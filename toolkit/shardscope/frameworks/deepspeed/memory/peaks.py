@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.frameworks.deepspeed.memory.training_state import ElementCounts, LayerPhases
     from shardscope.memory.activations.modules.saved_tensors import Modules
-    from shardscope.memory.activations.stage_activations import StageBackward
+    from shardscope.memory.activations.stage_activations import LayerKind, StageBackward
     from shardscope.memory.state.stages import Stage
 
 
@@ -117,8 +117,8 @@ class ActivationSizes(NamedTuple):
     has_scores: bool
     """Whether attention scores are materialized."""
     fetches_one_by_one: bool
-    """Whether offloaded activations are fetched one by one: only dense, fully trained layers are modelled so;
-    for others all are counted at once."""
+    """Whether offloaded activations are fetched one by one: only transformers' modules are modelled so; for
+    others all are counted at once."""
     attention: int
     """Saved tensors of one layer before its feed-forward."""
     interval: int
@@ -179,9 +179,8 @@ def _adapts_only_mlp_inputs(arch: Architecture, modules: Modules) -> bool:
 
 
 def _fetches_one_by_one(plan: Plan, modules: Modules) -> bool:
-    """Return whether offloaded activations are modelled one by one: transformers' dense, trained layers."""
-    is_plain = modules.kernels == "transformers" and modules.trained and not plan.architecture.num_moe_layers
-    return plan.recipe.recompute == "offload" and plan.on_gpu and is_plain
+    """Return whether offloaded activations are modelled one by one: those of transformers' modules."""
+    return plan.recipe.recompute == "offload" and plan.on_gpu and modules.kernels == "transformers"
 
 
 def _compute_attention_bytes(arch: Architecture, modules: Modules, tp: int) -> int:
@@ -216,6 +215,26 @@ def find_backward_peaks(
     ``counts`` has ZeRO's phases in elements of ``half`` bytes, ``backward`` the saved tensors.
     """
     return _BackwardPeaks(counts, backward, half, sizes, buffers).find_all()
+
+
+def _list_layer_elements(phases: LayerPhases, kind: LayerKind, down_projection: int) -> list[PhaseElements]:
+    """Return ZeRO's elements at each of the kind's peak candidates, from the end of the layer to its start.
+
+    ``down_projection``: elements freed after the down projection's gradient. After the feed-forward these are the norm after attention, attention's output projection, its core, its
+    query norm, its input projections, and the layer's first norm.
+    """
+    attention = [phases.attention_output, phases.attention_output, phases.before_attention]
+    attention += [phases.attention_output, phases.peak, phases.next_layer]
+    matrices = phases.feed_forward
+    if not kind.moe:
+        first, second = matrices[0], matrices[min(1, len(matrices) - 1)]
+        # A plain feed-forward and a gated one have equally many candidates.
+        copied = PhaseElements(first.staging - down_projection, first.gradients)
+        return [phases.first_gradient, first, copied, second, *attention]
+    # Shared experts, if any, then the weighting of rows, their down projection, the product, the up projection.
+    experts = [phases.first_gradient, matrices[0], phases.first_gradient, phases.last_feed_forward]
+    num_shared = len(kind.backward) - len(experts) - len(attention)
+    return [phases.first_gradient] * num_shared + experts + attention
 
 
 class _LayerPoint(NamedTuple):
@@ -269,7 +288,7 @@ class _BackwardPeaks:
         ]
         if self.sizes.has_scores:
             peaks += self._find_forward_score_peaks()
-        if self.buffers.gathers_in_forward:
+        if self.buffers.gathers_in_forward or self.sizes.fetches_one_by_one:
             peaks.append(self._find_forward_peak())
         return peaks
 
@@ -493,37 +512,31 @@ class _BackwardPeaks:
     def _find_fetch_phases(
         self, phases: LayerPhases, index: int
     ) -> list[tuple[tuple[int, int], PhaseElements]]:
-        """Return the phases of a dense layer whose offloaded activations are fetched one by one.
+        """Return the phases of the layer at ``index`` if offloaded activations are fetched one by one.
 
         Each is ((bytes of the layers before, bytes in the layer), ZeRO's elements). The phases are those of
-        the layer's backward in ``memory/activations``: the MLP's four, the norm after attention, attention's
-        output projection, its core, its input projections, and the first norm.
+        the layer's backward in ``memory/activations``.
         """
         order = self.backward.find_layer_order()
         outside = self.backward.saved_by_layers - order.sum_before(order.num_layers, lambda kind: kind.saved)
         before = maximum(0, outside + order.sum_before(index, lambda kind: kind.saved))
-        matrices = phases.feed_forward
-        first, second = matrices[0], matrices[min(1, len(matrices) - 1)]
-        elements = (
-            phases.first_gradient,
-            first,
-            first,
-            second,
-            phases.attention_output,
-            phases.attention_output,
-            phases.before_attention,
-            phases.peak,
-            phases.next_layer,
-        )
-        offloaded, not_offloaded = order.kinds[0], order.kinds[-1]
-        is_offloaded = index % order.interval == 0
-        # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
-        return [
-            ((before, maximum(where(is_offloaded, fetched.activations, saved.activations), -before)), phase)
-            for fetched, saved, phase in zip(
-                offloaded.backward, not_offloaded.backward, elements, strict=True
-            )
-        ]
+        num_offloaded_kinds = len(order.kinds) // (2 if order.interval > 1 else 1)
+        fetches: list[tuple[tuple[int, int], PhaseElements]] = []
+        for number, kind in enumerate(order.kinds):
+            # A layer without this kind's experts, or offloading, has none of its phases.
+            is_offloaded, has_experts = index % order.interval == 0, index >= order.num_dense
+            is_kind = (is_offloaded == (number < num_offloaded_kinds)) & (has_experts == kind.moe)
+            if is_kind is False:
+                continue
+            # Its gradient is copied by then, and stage 3 has released the all-gathered matrix.
+            copies = self.buffers.trains_all + self.buffers.gathers_in_forward
+            down_projection = copies * self.sizes.down_projection
+            all_elements = _list_layer_elements(phases, kind, down_projection)
+            for peak, elements in zip(kind.backward, all_elements, strict=True):
+                # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
+                in_layer = maximum(where(is_kind, peak.activations, -before), -before)
+                fetches.append(((before, in_layer), elements))
+        return fetches
 
     def _choose_feed_forward_matrix(self, matrices: Sequence[PhaseElements]) -> tuple[int, PhaseElements]:
         """Return the bytes freed and ZeRO's elements at the feed-forward matrix with the largest total."""
@@ -560,10 +573,15 @@ class _BackwardPeaks:
             is_larger = other_total > half * elements + layers * num_passed // num_layers
             num_passed = where(is_larger, other_passed, num_passed)
             elements = where(is_larger, other, elements)
-        saved = layers * num_passed // num_layers
+        activations, explanations = (layers * num_passed // num_layers,), _IN_FORWARD
+        if self.sizes.fetches_one_by_one and self.sizes.interval == 1:
+            # Nothing is saved, so that what is in use inside of a layer counts.
+            kinds = self.backward.find_layer_order().kinds
+            inside = maximum(*(kind.forward for kind in kinds))
+            activations, explanations = (*activations, inside), _INSIDE_FORWARD
         fraction = 0.02 + 0.3 * num_passed / num_layers
         return self._build_candidate(
-            fraction, (saved,), _IN_FORWARD, PhaseElements(elements, 0), phase="forward"
+            fraction, activations, explanations, PhaseElements(elements, 0), phase="forward"
         )
 
 

@@ -120,7 +120,8 @@ def compute_layer_peaks(
         )
         forward = kept_bytes + layer.compute_unsaved_forward(recompute)
     elif layer.is_offloaded:
-        forward = layer.compute_unsaved_forward(recompute)
+        # transformers' functions refer to the inputs of the layer and of the model, which nothing saves here.
+        forward = layer.compute_unsaved_forward(recompute) + 2 * stream
     else:
         forward = max(
             forward, layer.compute_quantized_product(), layer.compute_in_adapter(is_recomputed=False)
@@ -169,7 +170,8 @@ class _Layer:
             if arch.parallel_residual and arch.norms_per_layer == 1
             else self.modules.stream_copies(*readers)
         )
-        self.feed_forward_saved = ceil_div(self._compute_mlp_saved(), shards.tp) + inputs * self.hidden_row
+        self.feed_forward_inputs = inputs * self.hidden_row
+        self.feed_forward_saved = ceil_div(self._compute_mlp_saved(), shards.tp) + self.feed_forward_inputs
         # A layer with routed experts has all of its feed-forward in that list, shared experts included.
         if moe:
             self.feed_forward_saved = shards.sum_on_rank(list_expert_tensors(arch, modules))
@@ -185,6 +187,12 @@ class _Layer:
     def _compute_mlp_saved(self) -> int:
         tensors = list_saved_tensors(self.arch, self.moe, self.modules)
         return sum(tensor.bytes_per_token for tensor in tensors if tensor.operator == "mlp")
+
+    def _has_fused_branches(self) -> bool:
+        """Return whether one projection computes gate and up, of whose output both are views."""
+        return self.modules.kernels == "transformers" and (
+            list_parameter_names(self.arch).fused_gate_up is not None
+        )
 
     def _count_gradients(self, weights: int) -> int:
         return weights if self.trains_base else 0
@@ -280,7 +288,7 @@ class _Layer:
             # Rows in, rows out, weighted rows, and rows in token order.
             inner = 2 * experts.num_experts_per_tok * self.arch.hidden_size * (width + weighted)
         else:
-            branches = 3 if self.arch.gated_mlp else 2
+            branches = self._count_branches() + self._count_adapter_outputs() * (recompute == "offload")
             inner = ceil_div(branches * self.arch.intermediate_size * self.modules.compute, tp)
             if recompute == "selective":
                 # The outputs of the down projection and its adapter are saved, but not computed yet.
@@ -288,6 +296,20 @@ class _Layer:
                     1 + (list_parameter_names(self.arch).down in (self.modules.targets or ()))
                 )
         return self.stream + self.hidden_row + max(inner, self._compute_unsaved_scores(recompute))
+
+    def _count_branches(self) -> int:
+        """Return how many intermediate-size tensors exist at once in the feed-forward's forward."""
+        if not self.arch.gated_mlp:
+            return 2
+        # Both halves of a fused projection's output stay until the product exists.
+        return 3 + self._has_fused_branches()
+
+    def _count_adapter_outputs(self) -> int:
+        """Return how many more there are at the sum of the up projection's and its adapter's outputs."""
+        names, targets = list_parameter_names(self.arch), self.modules.targets or ()
+        if self._has_fused_branches():
+            return 2 * (names.fused_gate_up in targets)
+        return int(self.arch.gated_mlp and names.up in targets)
 
     def _compute_unsaved_scores(self, recompute: str) -> int:
         """Return unfused attention's bytes, less what is kept of later operators and of the scores."""
@@ -310,7 +332,10 @@ class _Layer:
         weights = self.weights
         # The feed-forward, or the routed experts. Its norm after the block (Gemma 2) has had its backward.
         alive = self.all_saved - self.norm_after_saved
-        peaks = self._list_experts(alive) if self.moe else self._list_feed_forward(alive)
+        if self.moe:
+            peaks = self._list_offloaded_experts() if self.is_offloaded else self._list_experts(alive)
+        else:
+            peaks = self._list_feed_forward(alive)
         # The feed-forward's norm.
         alive -= self.feed_forward_saved
         norm_input = self._get_alive(alive, self.norm_saved)
@@ -328,8 +353,12 @@ class _Layer:
         )
         peaks.append(self._build_peak(num_bytes, before_attention, weights.output, weights.output))
         # The attention kernel, or its operators one by one.
-        num_bytes = self._get_alive(alive, alive - 2 * self.norm_saved) + self.stream
-        peaks.append(self._build_peak(num_bytes + self._compute_attention(), before_attention))
+        num_bytes = self._get_alive(alive, alive - 2 * self.norm_saved) + self._compute_attention()
+        if self.is_offloaded:
+            num_bytes = self._compute_offloaded_scores() or num_bytes
+        peaks.append(self._build_peak(num_bytes + self.stream, before_attention))
+        # The norm of the queries, after the backward of values and keys; 0 bytes if there is none.
+        peaks.append(self._build_peak(self._compute_query_norm(), weights.everything - weights.query))
         # The projections of query, key and value, and last the layer's first norm.
         num_bytes = self._get_alive(self.norm_saved, self.hidden_row) + self.stream + self.attention_inputs
         peaks.append(self._build_peak(num_bytes, weights.everything, weights.query, weights.query))
@@ -357,14 +386,11 @@ class _Layer:
         # weight's.
         with_product = self._get_alive(alive, product) + self.stream + self.second_gradient + inner
         without_product = self._get_alive(alive - product, 0) + self.stream + self.second_gradient + inner
-        # The product's gradient takes the place of the freed saved product.
-        at_branches = (
-            self._get_alive(
-                alive, self.feed_forward_saved - inner if arch.gated_mlp else self.feed_forward_saved
-            )
-            + self.stream
-            + branch_gradients
-        )
+        # The product's gradient takes the place of the freed saved product. A fused projection's output
+        # returns from the host as a whole.
+        needed = self.feed_forward_saved - self.feed_forward_inputs
+        needed += inner * (self._has_fused_branches() - arch.gated_mlp)
+        at_branches = self._get_alive(alive, needed) + self.stream + branch_gradients
         peaks = [
             self._build_peak(with_product, weights.down, current_matrix, weights.down),
             self._build_peak(without_product, weights.down, weights.down),
@@ -393,7 +419,6 @@ class _Layer:
         arch, modules, weights = self.arch, self.modules, self.weights
         experts = arch.mixture_of_experts
         assert experts is not None
-        alive = self._get_alive(alive, self.feed_forward_saved)
         c, hidden, rows = modules.compute, arch.hidden_size, experts.num_experts_per_tok
         # Grouped matmuls are not autocast: they run in the weights' dtype.
         width = modules.stream
@@ -427,6 +452,56 @@ class _Layer:
         both = rows * width * (2 * experts.moe_intermediate_size + 2 * hidden)
         peaks.append(LayerPeak(alive + unweighted - saved + self.stream + both, finished + up, 0, up, first))
         return peaks
+
+    def _list_offloaded_experts(self) -> list[LayerPeak]:
+        """Return the same candidates if each operator's saved tensors return from the host on their own."""
+        arch, modules, weights = self.arch, self.modules, self.weights
+        experts = arch.mixture_of_experts
+        assert experts is not None
+        width, weight = get_expert_row_widths(arch, modules)
+        rows = experts.num_experts_per_tok * arch.hidden_size * width
+        inner = experts.num_experts_per_tok * experts.moe_intermediate_size * width
+        shared = self._count_gradients(weights.feed_forward - weights.expert_down - weights.expert_up)
+        down, up = self._count_gradients(weights.expert_down), self._count_gradients(weights.expert_up)
+        finished = shared + down
+        # At the weighting of the rows: the unweighted rows, and what ``_list_experts`` counts there.
+        weighted = rows // width * (3 * weight + (width if width < weight else 0))
+        # At the product: it multiplies both halves of the up projection's output, one of them activated.
+        # With the whole output, the activated half and three gradients there are six tensors.
+        peaks = [
+            LayerPeak(self.stream + rows + weighted, shared, autocast_weights=shared),
+            LayerPeak(self.stream + rows + (1 + self.trains_base) * inner, finished, 0, down, shared),
+            LayerPeak(self.stream + 6 * inner, finished, autocast_weights=shared),
+            LayerPeak(self.stream + 2 * inner + (1 + self.trains_base) * rows, finished + up, 0, up, shared),
+        ]
+        if experts.shared_expert_intermediate_size:
+            product = experts.shared_expert_intermediate_size * modules.compute
+            peaks.insert(0, self._build_peak(self.stream + 5 * product, weights.down, 0, weights.down))
+        return peaks
+
+    def _compute_offloaded_scores(self) -> int:
+        """Return the bytes in the softmax's backward if its output returns from the host; 0 if fused.
+
+        The output, its gradient and the result, all in fp32; and the gradient of the values.
+        """
+        arch, modules = self.arch, self.modules
+        if not compute_saved_scores(arch, modules) or find_family(arch).has_attention_sinks:
+            return 0
+        scores = 3 * FP32 * arch.num_attention_heads * modules.seq_len
+        return ceil_div(scores, self.shards.tp) + self.attention_output
+
+    def _compute_query_norm(self) -> int:
+        """Return the bytes in the backward of the queries' norm, if it runs as plain operations in fp32.
+
+        At the square's gradient: five tensors besides the saved one. Also the gradients of the residual
+        stream and of the projections' input.
+        """
+        arch, modules = self.arch, self.modules
+        if not arch.qk_norm or arch.norm != "rmsnorm" or modules.kernels != "transformers":
+            return 0
+        query = ceil_div(get_attention_widths(arch).query * FP32, self.shards.tp)
+        alive = self._get_alive(self.norm_saved + self.hidden_row, 0)
+        return alive + 6 * query + self.stream + max(self.stream, self.hidden_row)
 
     def _compute_attention(self) -> int:
         """Return the bytes of gradients inside attention: of its operands and output, or of the scores."""
