@@ -347,7 +347,7 @@ def read_validation_losses(run: Run) -> ValidationLosses | None:
     """Return the validation losses that rank 0 logged; None if there is none."""
     first: float | None = None
     best, best_step, last = float("inf"), 0, float("nan")
-    began = run.task_fields is not None and run.task_fields.get("resume") is False
+    began = run.task_fields is not None and not run.task_fields.get("resume")
     for step, loss in _iterate_validations(RunFolder(run.folder)):
         # The first validation of a run that begins at step 0 is that of the initial weights.
         is_initial = first is None and began and step == 0
