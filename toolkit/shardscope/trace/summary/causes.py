@@ -18,6 +18,7 @@ from shardscope.trace.analysis.breakdown import (
     compute_idle,
 )
 from shardscope.trace.analysis.collectives import (
+    KINDS,
     UNKNOWN_KIND,
     CollectiveRow,
     Collectives,
@@ -260,10 +261,7 @@ def _locate_kernel(row: KernelRow) -> tuple[int, str, float, float]:
     return row["rank"], row["track"], row["start_seconds"], row["start_seconds"] + row["longest_seconds"]
 
 
-_COMMUNICATION = frozenset(
-    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "barrier",
-     "reduce", "gather", "scatter", UNKNOWN_KIND}
-)  # fmt: skip
+_COMMUNICATION = frozenset({UNKNOWN_KIND, *(kind for kind, _ in KINDS)})
 """Classes of :meth:`Trace.kernels` that communicate."""
 
 
