@@ -225,6 +225,7 @@ def test_a_text_that_is_shorter_than_one_window(tmp_path: Path) -> None:
     task = ss.Pretrain(text=text, num_steps=1)
     finding = find_by_name(make_plan(seq_len=4096), "ranks-read-the-same-text", task)
     assert finding is not None and finding.severity == "danger" and "less than one window" in finding.why
+    assert finding.change == "A longer text" and finding.plan is None, "it was seq_len=0"
 
 
 def test_tokens_of_the_users_text_are_estimated_from_its_bytes(tmp_path: Path) -> None:
