@@ -8,10 +8,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import LineTail, finite_or_special, partial_file
+from shardscope.records.json_files import RESERVED, LineTail, finite_or_special, partial_file
 from shardscope.records.regular_files import open_new, size_of
 
-FIRST = ("step", "rank", "time")
 PIECE_BYTES = 2**20
 """Bytes of metrics per read."""
 MAX_BYTES = 2**30
@@ -43,7 +42,7 @@ def write_csv_in_pieces(folder: RunFolder, world_size: int, report: Callable[[st
     if not names:
         return
     # Second pass: the rows, into a partial file that replaces the old one only when it is complete.
-    columns = [*FIRST, *(name for name in names if name not in FIRST)]
+    columns = [*RESERVED, *(name for name in names if name not in RESERVED)]
     partial = partial_file(folder.csv)
     try:
         with io.TextIOWrapper(open_new(partial), newline="", encoding="utf-8") as file:
