@@ -66,6 +66,7 @@ class ValidationLosses(NamedTuple):
 
     first: float
     best: float
+    """NaN if no loss was a number."""
     best_step: int
     """Number of steps after which the loss was lowest."""
     last: float
@@ -276,7 +277,7 @@ def _list_results(run: Run) -> Iterator[Row]:
     if losses is not None:
         best = f"validation, best: after {format_count(losses.best_step, 'step')}"
         rows = {"validation, first": losses.first, best: losses.best, "validation, last": losses.last}
-        if math.isinf(losses.best):  # No loss was a number.
+        if math.isnan(losses.best):
             del rows[best]
         for label, loss in rows.items():
             # DPO's loss is that of a pair, not of a token.
@@ -343,14 +344,14 @@ def _read_first_losses(run: Run) -> dict[int, float]:
 def read_validation_losses(run: Run) -> ValidationLosses | None:
     """Return the validation losses that rank 0 logged; None if there is none."""
     first: float | None = None
-    best, best_step, last = float("inf"), 0, float("nan")
+    best, best_step, last = math.nan, 0, math.nan
     began = run.task_fields is not None and not run.task_fields.get("resume")
     for step, loss in _iterate_validations(RunFolder(run.folder)):
         # The first validation of a run that begins at step 0 is that of the initial weights.
         is_initial = first is None and began and step == 0
         first = loss if first is None else first
         last = loss
-        if loss < best:
+        if loss < best or math.isnan(best):
             best, best_step = loss, 0 if is_initial else step + 1
     return None if first is None else ValidationLosses(first, best, best_step, last)
 
