@@ -400,7 +400,7 @@ def test_a_checkpoint_of_other_adapters_or_of_another_base(
     finding = find_by_name(plan, "checkpoint-of-other-weights", ss.Pretrain(resume=path, num_steps=200))
     assert finding is not None and finding.severity == "danger" and words in finding.why
     held = (
-        "adapters of rank 16 on k_proj, o_proj, q_proj, v_proj, over a base in NF4 with double quantisation"
+        "adapters of rank 16 on k_proj, o_proj, q_proj, v_proj, over a base in NF4 with double quantization"
     )
     assert f"holds {held}, " in finding.why
     assert finding.plan is not None and list_findings(finding.plan, path) == set()

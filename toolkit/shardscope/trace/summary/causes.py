@@ -114,6 +114,7 @@ def _describe_ranks(calls: list[CollectiveRow], num_steps: Mapping[int, int]) ->
 
 
 def format_number_of(number: float, what: str) -> str:
+    """Return a number of things, which may be a mean: ``1 call``, ``2.5 calls``, ``1,234 slices``."""
     text = f"{number:,.0f}" if number >= 10 else f"{number:.3g}"
     return f"{text} {what}" if text == "1" else f"{text} {what}s"
 
