@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import shardscope as ss
 from shardscope.cli.main import build_parser, main
 from shardscope.records.attempts import write_beginning, write_end
 from shardscope.records.folder import NodeFolder, RunFolder
-from shardscope.records.json_files import write_json
+from shardscope.records.json_files import append_line, write_json
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ("plan", "search", "export", "launch", "runs", "attach", "stop", "logs", "trace")
@@ -388,6 +389,16 @@ def test_attach_shows_where_a_run_is_and_why_an_attempt_ended(tmp_path: Path) ->
     shown = run(tmp_path, "attach", "one")
     assert "2, the latest from step 10; before: rank 1 failed" in shown
     assert "Slurm: a100, job 4711" in shown and "gpu2" in shown
+
+
+def test_steps_without_a_number_as_loss_are_not_the_last(tmp_path: Path) -> None:
+    events = RunFolder(write_run("own", parent=tmp_path / "runs", num_done=20)).events(0)
+    for step, loss in ((20, None), (21, "unknown")):
+        append_line(events, {"step": step, "rank": 0, "time": 1.0, "loss": loss})
+    assert "step 20 of 40, loss" in run(tmp_path, "attach", "own", "--wait")
+    assert run_json(tmp_path, "attach", "own")["num_steps_done"] == 20
+    append_line(events, {"step": 22, "rank": 0, "time": 1.0, "loss": math.nan})
+    assert "step 23 of 40, loss nan" in run(tmp_path, "attach", "own", "--wait")
 
 
 def test_waiting_for_a_failed_run_ends_with_1_and_its_reason(tmp_path: Path) -> None:

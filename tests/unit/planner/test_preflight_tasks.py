@@ -225,6 +225,7 @@ def test_a_text_that_is_shorter_than_one_window(tmp_path: Path) -> None:
     task = ss.Pretrain(text=text, num_steps=1)
     finding = find_by_name(make_plan(seq_len=4096), "ranks-read-the-same-text", task)
     assert finding is not None and finding.severity == "danger" and "less than one window" in finding.why
+    assert finding.change == "A longer text" and finding.plan is None, "it was seq_len=0"
 
 
 def test_tokens_of_the_users_text_are_estimated_from_its_bytes(tmp_path: Path) -> None:
@@ -399,7 +400,7 @@ def test_a_checkpoint_of_other_adapters_or_of_another_base(
     finding = find_by_name(plan, "checkpoint-of-other-weights", ss.Pretrain(resume=path, num_steps=200))
     assert finding is not None and finding.severity == "danger" and words in finding.why
     held = (
-        "adapters of rank 16 on k_proj, o_proj, q_proj, v_proj, over a base in NF4 with double quantisation"
+        "adapters of rank 16 on k_proj, o_proj, q_proj, v_proj, over a base in NF4 with double quantization"
     )
     assert f"holds {held}, " in finding.why
     assert finding.plan is not None and list_findings(finding.plan, path) == set()

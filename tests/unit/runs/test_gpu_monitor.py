@@ -200,6 +200,21 @@ def test_the_sample_file_is_bounded_and_keeps_first_and_latest_samples(
     watch.finish()
 
 
+def test_a_later_attempt_keeps_the_samples_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(card_watch, "MAX_SAMPLES", 20)
+    monkeypatch.setattr(card_watch, "DENSE_SAMPLES", 5)
+    folder = folder_with(tmp_path, [0])
+    now = itertools.count()
+    for attempt in (1, 2):
+        watch = GpuSampler(folder.select_attempt(attempt))
+        for _ in range(18):
+            watch._store(GpuSample(float(next(now)), {"power_watts": [100.0]}))
+    times = read_times(folder)
+    assert len(times) <= 20 and times[0] == 0.0 and any(0.0 < time < 18.0 for time in times)
+
+
 def read_times(folder: RunFolder) -> list[float]:
     return [line["time"] for line in read_lines(folder.gpu_samples)]
 

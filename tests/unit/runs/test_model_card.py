@@ -86,6 +86,22 @@ def test_a_card_has_base_data_losses_predictions_and_versions(tmp_path: Path) ->
     assert find_row(card, "`learning_rate`")[1] == "`0.001`"
 
 
+def test_initial_weights_with_the_lowest_loss_are_those_after_0_steps(tmp_path: Path) -> None:
+    run = write_finished_run(tmp_path)
+    events = RunFolder(run.folder).events(0)
+    lines = events.read_text().replace('"validation_loss": 8.0', '"validation_loss": 1.0')
+    events.write_text(lines)
+    assert find_row(run.model_card(), "validation, best: after 0 steps")[1] == "1"
+
+
+def test_losses_that_are_no_numbers_have_no_perplexity_and_no_best(tmp_path: Path) -> None:
+    run = write_finished_run(tmp_path)
+    events = RunFolder(run.folder).events(0)
+    events.write_text(re.sub(r'("validation_loss": )[\d.]+', r'\1"NaN"', events.read_text()))
+    card = run.model_card()
+    assert find_row(card, "validation, last")[1:] == ["nan", "nan"] and "validation, best" not in card
+
+
 def test_a_card_counts_validation_examples_that_are_trained_on(tmp_path: Path) -> None:
     run = write_finished_run(tmp_path)
     path, label = RunFolder(run.folder).engine_report(0), "validation examples that are trained on as well"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -175,6 +176,16 @@ def test_best_compares_the_weights_that_runs_kept(tmp_path: Path) -> None:
     assert sweep.best() is sweep[0]
     with pytest.raises(ValueError, match="logged accuracy"):
         sweep.best("accuracy")
+
+
+def test_a_run_whose_losses_are_no_numbers_has_no_best_one(tmp_path: Path) -> None:
+    grid = build_grid(PLAN, TASK, RATES, "lr")
+    for each, losses in zip(grid, ([math.nan, math.nan], [math.nan, 2.0]), strict=True):
+        run = ss.Run.attach(write_run(each.name, parent=tmp_path, num_done=0, task=each.task))  # type: ignore[arg-type]
+        log(run, loss=[3.0, 2.0], validation_loss=losses)
+    entries = [sweep_module._find_entry(each, tmp_path) for each in grid]
+    frame = Sweep("lr", tmp_path, entries, at_once=1, force=False).to_frame()
+    assert math.isnan(frame["best_validation_loss"][0]) and frame["best_validation_loss"][1] == 2.0
 
 
 @pytest.mark.parametrize("status", ["lost", "failed"])

@@ -85,6 +85,7 @@ def test_each_different_wrong_plan_reveals_the_next_hint() -> None:
         for size in (1, 2, 1)
     ]
     assert puzzle.hints[0] in shown[0] and puzzle.hints[1] in shown[1]
+    assert shown[2] == shown[0], "repeating an answer repeats its hint"
 
 
 def test_the_leaderboard_shows_what_the_layout_was_called_with() -> None:

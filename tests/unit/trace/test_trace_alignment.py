@@ -129,6 +129,16 @@ def test_ranks_without_a_common_group_are_aligned_through_others(tmp_path: Path)
     assert find_starts(trace, COMMUNICATION_NAME) == {0: [0, 8_000], 1: [0], 2: [1_500, 8_000], 3: [1_500]}
 
 
+def test_ranks_are_aligned_though_rank_0_has_no_collectives(tmp_path: Path) -> None:
+    alone = [operator(0, 100_000, "aten::add")]
+    ranks = {0: alone, 1: gpu_rank(0), 2: gpu_rank(1)}
+    trace = Trace.load(write_ranks(tmp_path, ranks, {1: SECOND, 2: 9 * SECOND}))
+    starts = find_starts(trace, COMMUNICATION_NAME)
+    assert starts[2][0] - starts[1][0] == 50_000 and find_starts(trace, "aten::add") == {0: [0]}
+    assert "aligned by 3 or more collectives" in trace.notes[0] and "rank 2 by -8 s" in trace.notes[0]
+    assert "rank 0: no collectives in common with rank 1, begins with it" in trace.notes[1]
+
+
 def test_clocks_that_differ_within_the_recording_are_noted(tmp_path: Path) -> None:
     ranks = {rank: gpu_rank(rank, 50) for rank in (0, 1)}
     trace = Trace.load(write_ranks(tmp_path, ranks, {1: 20_000_000}))
@@ -136,6 +146,11 @@ def test_clocks_that_differ_within_the_recording_are_noted(tmp_path: Path) -> No
     assert "clocks differ from that of rank 0" in note and "rank 1 by +0.02 s" in note
     assert "align='collectives'" in note
     assert Trace.load(write_ranks(tmp_path, ranks, {1: 100_000})).notes == []
+    # Rank 0 without collectives is compared with none.
+    alone = [operator(0, 100_000), operator(45_000_000, 45_100_000)]
+    ranks = {0: alone, 1: gpu_rank(0, 50), 2: gpu_rank(1, 50)}
+    note = Trace.load(write_ranks(tmp_path, ranks, {2: 20_000_000})).notes[0]
+    assert "clocks differ from that of rank 1" in note and "rank 2 by +0.02 s" in note
 
 
 def test_ranks_are_moved_by_hand(tmp_path: Path) -> None:

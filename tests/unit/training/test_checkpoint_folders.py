@@ -10,7 +10,12 @@ from tests.saved_checkpoints import write_checkpoint
 
 from shardscope import Cluster, Layout, Plan, Pretrain, Recipe, models
 from shardscope.training.checkpoints.choice import choose_for_rank, find_newest_checkpoint
-from shardscope.training.checkpoints.folders import checkpoint_path, delete_older, list_checkpoints
+from shardscope.training.checkpoints.folders import (
+    checkpoint_path,
+    delete_older,
+    delete_unfinished,
+    list_checkpoints,
+)
 
 
 def make_checkpoint(run: Path, steps: int, *, whole: bool = True) -> Path:
@@ -53,6 +58,14 @@ def test_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert half.is_dir(), "what is being written is no older checkpoint"
     delete_older(tmp_path, 5)
     assert len(list_checkpoints(tmp_path)) == 2
+
+
+def test_unfinished_checkpoints_are_deleted_also_those_of_early_stopping(tmp_path: Path) -> None:
+    kept = [make_checkpoint(tmp_path, 10), tmp_path / "checkpoints" / "best"]
+    for name in ("best", ".best.partial", ".best.old", ".step-000020.partial", ".step-000005.old"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    delete_unfinished(tmp_path)
+    assert sorted((tmp_path / "checkpoints").iterdir()) == sorted(kept)
 
 
 def test_a_run_resumes_from_the_latest_run_of_its_name(tmp_path: Path) -> None:

@@ -400,13 +400,22 @@ def _print_until_end(run: Run, as_json: bool) -> str:
             # A job may be queued for days: a pipe would show that with the first step.
             sys.stdout.flush()
         # One line for all steps since the last look, of rank 0 alone: the others log the same steps.
-        steps = [one for one in reader.read() if one.get("rank") == 0 and "loss" in one]
+        steps = [one for one in reader.read() if _has_loss(one)]
         if steps and not as_json:
             print(_describe_step(run, steps[-1]), flush=True)
         status = current
         if status in FINAL and not reader.is_behind:
             return status
         time.sleep(POLL_SECONDS)
+
+
+def _has_loss(record: Mapping[str, object]) -> bool:
+    """Return whether a record of ``run.metrics()`` is a step of rank 0 with its loss.
+
+    A user's own function may log anything under that name, such as None in steps without one.
+    """
+    loss = record.get("loss")
+    return record.get("rank") == 0 and isinstance(loss, int | float) and not isinstance(loss, bool)
 
 
 def _describe_step(run: Run, record: Mapping[str, object]) -> str:
@@ -420,7 +429,7 @@ def _count_done(record: Mapping[str, object]) -> int:
 
 
 def _print_run(run: Run, as_json: bool) -> None:
-    last = next((one for one in reversed(run.metrics()) if one.get("rank") == 0 and "loss" in one), None)
+    last = next((one for one in reversed(run.metrics()) if _has_loss(one)), None)
     if as_json:
         numbers = {
             "num_steps_done": _count_done(last) if last else 0,

@@ -17,6 +17,7 @@ from shardscope.records.json_values import is_int, is_number
 MIN_SECONDS = 5.0
 """Smallest offset that counts: ranks on busy machines leave the barrier up to some seconds apart."""
 MAX_NODES = 20_000
+"""Most nodes of a run: its folder may come from anybody."""
 
 
 class ClockOffsets(NamedTuple):

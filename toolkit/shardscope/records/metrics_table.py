@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from shardscope.records.folder import RunFolder
-from shardscope.records.json_files import LineTail, finite_or_special, partial_file
+from shardscope.records.json_files import RESERVED, LineTail, finite_or_special, partial_file
 from shardscope.records.regular_files import open_new, size_of
 
-FIRST = ("step", "rank", "time")
 PIECE_BYTES = 2**20
 """Bytes of metrics per read."""
 MAX_BYTES = 2**30
 """Most bytes of metrics that become a complete table: ten million lines, which take minutes."""
+MAX_EXPONENT = 700.0
+"""Losses above it have an infinite perplexity: exp(710) is beyond float64."""
 FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 
 
@@ -40,7 +42,7 @@ def write_csv_in_pieces(folder: RunFolder, world_size: int, report: Callable[[st
     if not names:
         return
     # Second pass: the rows, into a partial file that replaces the old one only when it is complete.
-    columns = [*FIRST, *(name for name in names if name not in FIRST)]
+    columns = [*RESERVED, *(name for name in names if name not in RESERVED)]
     partial = partial_file(folder.csv)
     try:
         with io.TextIOWrapper(open_new(partial), newline="", encoding="utf-8") as file:
@@ -54,13 +56,18 @@ def write_csv_in_pieces(folder: RunFolder, world_size: int, report: Callable[[st
         partial.unlink(missing_ok=True)
 
 
+def compute_perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss of tokens; NaN of NaN."""
+    return math.inf if loss > MAX_EXPONENT else math.exp(loss)
+
+
 def compute_curve(records: Iterable[Mapping[str, object]], name: str) -> dict[int, float]:
     """Return the values of ``name`` by step, each the mean over the ranks that logged it as a number."""
     return compute_curves(records, name)[name]
 
 
 def compute_curves(records: Iterable[Mapping[str, object]], *names: str) -> dict[str, dict[int, float]]:
-    """Return :func:`curve` of each of ``names``, in one pass over ``records``."""
+    """Return :func:`compute_curve` of each of ``names``, in one pass over ``records``."""
     sums: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     for record in records:
         step = record.get("step")

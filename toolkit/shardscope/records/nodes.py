@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardscope.records.clock_offsets import read_clock_offsets
+from shardscope.records.clock_offsets import MAX_NODES, read_clock_offsets
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import read_json
 from shardscope.records.terminal_text import plain_text
 
 MAX_NAME = 64
-MAX_NODES = 20_000
 
 
 class RunNode(NamedTuple):

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.records.json_files import finite_or_special
+from shardscope.records.json_files import RESERVED, finite_or_special
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event
 
-NOT_METRICS = ("step", "rank", "time")
 MAX_STEP = 2**63 - 1
 """``Event.step`` is an int64 (tensorboard/compat/proto/event.proto)."""
 
@@ -84,7 +83,7 @@ def find_numbers(record: Mapping[str, object]) -> Iterator[tuple[str, float]]:
     """Yield name and value of each number in one line of metrics."""
     for name, value in record.items():
         number = finite_or_special(value)
-        if name in NOT_METRICS or isinstance(number, bool) or not isinstance(number, int | float):
+        if name in RESERVED or isinstance(number, bool) or not isinstance(number, int | float):
             continue
         # JSON integers may exceed the range of a float; ``float`` would raise OverflowError.
         is_too_large = isinstance(number, int) and abs(number) > 1e308

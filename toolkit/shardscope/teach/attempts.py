@@ -102,6 +102,16 @@ def read_attempts(path: Path | None = None) -> list[Attempt]:
     return [attempt for record in records if (attempt := _read_attempt(record)) is not None]
 
 
+def list_wrong_answers(attempts: Iterable[Attempt], exercise: str) -> list[str]:
+    """Return the different wrong answers of an exercise, in the order in which each was first given.
+
+    The place of an answer is that of its hint. Repeating an answer repeats its hint: a notebook may run all
+    of its cells again.
+    """
+    wrong = (one for one in attempts if one.exercise == exercise and one.valid and not one.correct)
+    return list(dict.fromkeys(attempt.answer for attempt in wrong))
+
+
 def _read_attempt(record: dict[str, object]) -> Attempt | None:
     """Return the attempt of one record, or None if the record is damaged."""
     exercise, answer, when = record.get("exercise"), record.get("answer"), record.get("time")

@@ -14,7 +14,7 @@ from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import list_layout_names
 from shardscope.teach.answers import Judgement
-from shardscope.teach.attempts import Attempt, read_attempts, store_attempt
+from shardscope.teach.attempts import Attempt, list_wrong_answers, read_attempts, store_attempt
 from shardscope.teach.exercises import EXERCISES
 from shardscope.teach.exercises.exercise import Exercise
 from shardscope.teach.feedback import Feedback
@@ -49,11 +49,10 @@ def check(exercise: str, answer: object) -> Feedback:
     note = store_attempt(
         Attempt(exercise=exercise, answer=text, correct=judgement.correct, valid=judgement.valid)
     )
-    wrong = dict.fromkeys(attempt.answer for attempt in attempts if attempt.valid and not attempt.correct)
-    if judgement.valid and not judgement.correct:
-        wrong[text] = None
-    # Repeating an answer repeats its hint: a notebook may run all of its cells again.
-    level = list(wrong).index(text) + 1 if text in wrong else 0
+    wrong = list_wrong_answers(attempts, exercise)
+    if judgement.valid and not judgement.correct and text not in wrong:
+        wrong.append(text)
+    level = wrong.index(text) + 1 if text in wrong else 0
     parts = [_write_feedback(wanted, judgement, level), note]
     return Feedback(
         exercise=exercise,

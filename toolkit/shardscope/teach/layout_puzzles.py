@@ -22,7 +22,7 @@ from shardscope.planner.cpu_trial import build_cpu_trial
 from shardscope.planner.memory_needs import fits
 from shardscope.runs.launch.launch import launch
 from shardscope.teach.answers import Condition, Judgement, PlanGoal
-from shardscope.teach.attempts import Attempt, read_attempts, store_attempt
+from shardscope.teach.attempts import Attempt, list_wrong_answers, read_attempts, store_attempt
 from shardscope.teach.checking import describe_answer, is_unanswered
 from shardscope.teach.feedback import Feedback
 from shardscope.training.tasks.pretrain import Pretrain
@@ -95,7 +95,7 @@ class Puzzle:
         except Exception as error:
             if judgement.correct or not judgement.text:
                 judgement = Judgement(False, f"The answer cannot be read: {_shorten(error)}", False)
-        wrong = {a.answer for a in read_attempts() if a.exercise == name and a.valid and not a.correct}
+        wrong = list_wrong_answers(read_attempts(), name)
         note = store_attempt(
             Attempt(
                 exercise=name,
@@ -108,7 +108,8 @@ class Puzzle:
         )
         lines = [f"{'Right' if judgement.correct else 'Not yet'}. {judgement.text}"]
         if judgement.valid and not judgement.correct:
-            lines.append(f"Hint: {self.hints[min(len(wrong - {text}), len(self.hints) - 1)]}")
+            number = wrong.index(text) if text in wrong else len(wrong)
+            lines.append(f"Hint: {self.hints[min(number, len(self.hints) - 1)]}")
         return Feedback(
             exercise=name, correct=judgement.correct, text="\n".join(filter(None, [*lines, note]))
         )

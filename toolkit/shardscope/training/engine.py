@@ -29,6 +29,10 @@ The model's ``forward(**batch)`` returns the mean loss over labelled tokens, or 
 BuildOptimizer = Callable[["list[torch.nn.Parameter]"], "torch.optim.Optimizer"]
 """Builds the optimizer from the trainable parameters (shards, if the framework shards) of this rank."""
 
+LOSS_SCALE_POWER = 12
+"""Exponent of the initial fp16 loss scale, in every engine. 2^16, the default of torch and DeepSpeed,
+overflows in the first steps, and Megatron-LM's 2^32 in about the first twenty. The scale adapts anyway."""
+
 
 class Context(Protocol):
     """The part of a rank's context that an engine needs. The process group is initialized before."""

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from shardscope.training.accounting import tensors
 from shardscope.training.checkpoints import checkpoint
-from shardscope.training.engine import BuildModel, BuildOptimizer, Context, LiveTensors
+from shardscope.training.engine import LOSS_SCALE_POWER, BuildModel, BuildOptimizer, Context, LiveTensors
 from shardscope.training.micro_batch_engine import MicroBatchEngine
 from shardscope.training.model import quantization
 from shardscope.training.optimizers import gradients
@@ -102,8 +102,7 @@ class TorchEngine(MicroBatchEngine):
         self._scales = quantization.list_scales(self.model)
         self.optimizer = self.create_optimizer(trained, self.model, build_optimizer)
         if self.recipe.precision == "fp16-mixed":
-            # torch's default, 2^16, overflows in the first steps; the scaler adapts the scale anyway.
-            self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**12)
+            self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**LOSS_SCALE_POWER)
         return trained
 
     def _describe_position(self) -> dict[str, object]:

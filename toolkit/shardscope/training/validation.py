@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardscope.core.number_format import format_count
+from shardscope.records.metrics_table import compute_perplexity
 from shardscope.training.checkpoints.folders import CHECKPOINTS
 from shardscope.training.data.batches import Batches
 from shardscope.training.micro_batches import count_labels
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 BEST = "best"
 """Name of the checkpoint with the lowest validation loss; never deleted by ``keep_last``."""
-MAX_EXPONENT = 700.0
-"""Losses above it have an infinite perplexity: exp(710) is beyond float64."""
 
 
 @dataclass
@@ -82,7 +81,7 @@ class Validation:
             loss, others = metrics.loss, metrics.rewards
         else:
             loss = compute_mean_loss(engine, self.batches)
-            others = {"perplexity": math.exp(loss) if loss < MAX_EXPONENT else math.inf}
+            others = {"perplexity": compute_perplexity(loss)}
         step = max(0, engine.num_steps_done - 1)
         if ctx.rank == 0:
             named = {f"validation_{name}": value for name, value in others.items()}

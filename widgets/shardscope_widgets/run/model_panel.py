@@ -11,7 +11,7 @@ import shardscope as ss
 from shardscope.records.folder import FINAL, MERGED
 from shardscope.runs.trained.merge import merge_with_progress
 from shardscope.runs.trained.model_card import find_base_name
-from shardscope.runs.trained.model_files import ADAPTER_CONFIG
+from shardscope.training.weights.weights_folder import ADAPTER_CONFIG
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable

@@ -9,7 +9,9 @@ from typing import Any
 import numpy
 import pytest
 from tests.requirements import needs
+from tests.weights_folders import write_folder
 
+import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.training.examples.formats import read_example, recognize_format
 from shardscope.training.examples.rows import Rows, describe_source, open_rows, resolve_source
@@ -53,6 +55,14 @@ def test_a_cell_of_another_type_is_one_malformed_row(
     rows = [GOOD, row, GOOD]
     answers = read_all(pandas.DataFrame(rows, dtype=object) if as_frame else rows)
     assert answers[0] == answers[2] == "Ahab" and answers[1].startswith(reason)
+
+
+@pytest.mark.parametrize("bad_rows", ["refuse", "skip"])
+def test_rows_that_are_all_empty_are_refused(bad_rows: Any, tmp_path: Path) -> None:
+    needs("transformers")
+    task = ss.Finetune(write_folder(tmp_path / "small"), [{"text": ""}] * 20, bad_rows=bad_rows)
+    with pytest.raises(FieldError, match="text is empty"):
+        task.preview()
 
 
 @pytest.mark.parametrize("turn", [{"role": "assistant", "content": "Ahab"}, {"from": "gpt", "value": "Ahab"}])

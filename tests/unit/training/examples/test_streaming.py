@@ -227,6 +227,16 @@ def test_a_row_without_loss_is_refused_when_it_is_met_or_left_out(
         assert f"are left out, such as line 37 of {source.name}: " in capsys.readouterr().out
 
 
+def test_a_row_of_a_ranks_own_file_is_named_beside_an_empty_file(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").touch()
+    for name in ("1", "2"):
+        source = write_rows(tmp_path / f"{name}.jsonl", range(NUM_ROWS))
+    bad = json.dumps({"prompt": "Number 2?", "completion": ""})
+    source.write_text("\n".join([*source.read_text().splitlines()[:2], bad]))
+    with pytest.raises(FieldError, match=r"line 3 of 2\.jsonl is malformed"):
+        read(open_reader(folder, tmp_path, 1, 2), 3)
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "txt"])
 @pytest.mark.parametrize(("encoding", "name"), [("latin-1", "WINDOWS-1252"), ("utf-16", "UTF-16")])
 def test_another_encoding_in_a_stream_is_refused_with_file_and_line(

@@ -46,7 +46,7 @@ class Script:
     """Command-line arguments of a file, or positional arguments of a function."""
 
     preload: ClassVar[tuple[str, ...]] = ("accelerate", "shardscope.training.accounting.tensors")
-    """Modules that a launcher imports once before it forks ranks; none of them initialises CUDA."""
+    """Modules that a launcher imports once before it forks ranks; none of them initializes CUDA."""
     saves_when_asked: ClassVar[bool] = False
     """A user's loop cannot be asked to save and stop: ``run.stop(checkpoint=True)`` raises."""
 

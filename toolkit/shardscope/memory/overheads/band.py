@@ -11,9 +11,9 @@ from shardscope.memory.report import COMPONENTS, Component, PhaseMemory
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
-_OVERHEADS = ("communication", "runtime", "fragmentation")
-TENSORS: tuple[Component, ...] = tuple(name for name in COMPONENTS if name not in _OVERHEADS)
-"""Components made of tensors."""
+NOT_TENSORS: tuple[Component, ...] = ("communication", "runtime", "fragmentation")
+"""Components that are no torch tensors: predicted only as a band, and so excluded from a run's error."""
+TENSORS: tuple[Component, ...] = tuple(name for name in COMPONENTS if name not in NOT_TENSORS)
 
 
 def compute_allocated_and_freed(phases: Sequence[PhaseMemory]) -> int:

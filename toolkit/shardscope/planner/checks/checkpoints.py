@@ -284,7 +284,7 @@ def _describe_trained(plan: Plan) -> str:
     if not recipe.has_adapters:
         return "all weights"
     kind = {"nf4": "in NF4", "int8": "in int8", None: "that is not quantized"}[recipe.base_quantization]
-    double = " with double quantisation" if recipe.method == "qlora" else ""
+    double = " with double quantization" if recipe.method == "qlora" else ""
     targets = ", ".join(sorted(find_adapter_targets(plan.architecture, recipe)))
     is_usual = recipe.adapter_alpha == 2 * recipe.adapter_rank and not recipe.use_rslora
     scaled = "" if is_usual else f" and alpha {recipe.adapter_alpha:g}"

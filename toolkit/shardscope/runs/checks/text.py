@@ -41,16 +41,21 @@ def check_text_length(case: Case) -> Iterator[Finding]:
             )
         else:
             why = f"The text has at most {tokens:,} tokens, less than one window of {recipe.seq_len:,}."
+        fixed = {"global_batch_size": largest} if largest else {"seq_len": shorter}
+        plan = replace_plan_fields(case.plan, recipe=fixed)
+        change = "A longer text"
+        if largest:
+            change = f"global_batch_size={largest}"
+        elif plan is not None:  # Not 0, nor a length that the layout cannot split.
+            change = f"A longer text, or seq_len={shorter}"
         yield Finding(
             name="ranks-read-the-same-text",
             # With any window the run ends, with the gradient of fewer sequences than it computes.
             severity="warning" if windows else "danger",
             why=why,
             number=batch / max(1, windows),
-            change=f"global_batch_size={largest}" if largest else f"A longer text, or seq_len={shorter}",
-            plan=replace_plan_fields(
-                case.plan, recipe={"global_batch_size": largest} if largest else {"seq_len": shorter}
-            ),
+            change=change,
+            plan=plan,
         )
         return
     # Second case: the whole run reads the text several times.

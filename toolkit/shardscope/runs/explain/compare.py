@@ -17,8 +17,9 @@ from shardscope.core.number_format import format_error
 from shardscope.records.clock_offsets import sum_seconds
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.folder_checks import shorten_message
+from shardscope.records.json_files import RESERVED
 from shardscope.records.json_values import is_number
-from shardscope.records.metrics_table import FIRST, compute_curve, compute_curves
+from shardscope.records.metrics_table import compute_curve, compute_curves
 from shardscope.runs.task_fields import compare_tasks, has_task_fields
 from shardscope.runs.totals import compute_totals, iterate_records
 
@@ -79,7 +80,7 @@ class Runs(list["Run"]):
         # Collect the logged names for the error only: it reads every line of every run again.
         if not any(values.values()):
             logged = sorted(
-                {name for run in self for line in iterate_records(run) for name in line} - {*FIRST}
+                {name for run in self for line in iterate_records(run) for name in line} - {*RESERVED}
             )
             refuse(
                 "curves metric", metric, f"what was logged: {', '.join(logged) or 'nothing'}", Value("loss")

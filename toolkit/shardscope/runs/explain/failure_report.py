@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.runs.explain.failure import SIGKILL, SIGNAL_WORDS
 from shardscope.runs.explain.out_of_memory import Shortage, parse_shortage
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from shardscope.runs.watch.host_monitor import HostMemoryMonitor
 
 MAX_NAMED_FAILURES = 8
-KILLED = "was killed by SIGKILL"
 
 
 class FailureReport(NamedTuple):
@@ -38,7 +38,7 @@ def explain_failures(
     # SIGKILL leaves no message. It is often the kernel's out-of-memory killer, so host memory is the suspect.
     first = failures[0]
     reason, paragraphs = first.reason, []
-    was_killed = KILLED in first.reason
+    was_killed = SIGNAL_WORDS[SIGKILL] in first.reason
     shortage = Shortage(memory_kind="host memory") if was_killed else parse_shortage(first.raised)
     if shortage is not None:
         numbers, fix = _describe_memory(

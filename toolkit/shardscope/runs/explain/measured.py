@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardscope.core.errors import FieldError, Value, check_choice, refuse
 from shardscope.core.number_format import format_gib
+from shardscope.memory.overheads.band import NOT_TENSORS
 from shardscope.memory.report import (
     COMPONENTS,
     PHASES,
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 OTHER = "other"
 """Component of measured bytes that could not be attributed."""
-
-NOT_TENSORS = ("communication", "runtime", "fragmentation")
-"""Components that are not torch tensors: predicted only as a band, and so excluded from the error."""
 
 _PHASE_STARTS: dict[Phase, float] = {
     "initialisation": 0.0,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.memory.overheads.band import NOT_TENSORS
 from shardscope.memory.report import MemoryReport, PhaseMemory
-from shardscope.runs.explain.measured import NOT_TENSORS, build_measured_memory, sum_tensor_bytes
+from shardscope.runs.explain.measured import build_measured_memory, sum_tensor_bytes
 
 if TYPE_CHECKING:
     from shardscope.runs.watch.logged_memory import LoggedPeak

@@ -19,7 +19,7 @@ from shardscope.core.recipe import Recipe
 from shardscope.records.folder import EXPORT, MERGED, RunFolder
 from shardscope.records.json_files import LineTail, finite_or_special, parse_lines, read_json
 from shardscope.records.json_values import is_number
-from shardscope.records.metrics_table import compute_curve
+from shardscope.records.metrics_table import compute_curve, compute_perplexity
 from shardscope.records.redaction import redact
 from shardscope.records.regular_files import open_new, open_to_read
 from shardscope.records.terminal_text import plain_text
@@ -52,8 +52,6 @@ WITHOUT_EFFECT = (
     "save_every",
 )
 """Fields of the task that the weights do not depend on."""
-MAX_EXPONENT = 700.0
-"""Losses above it have an infinite perplexity: exp(710) is beyond float64."""
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)
 _LICENCE = re.compile(r"^(license(?:_name|_link)?):[ \t]*[\"']?([\w.+:/-]{1,200})[\"']?[ \t]*$", re.MULTILINE)
 """Plain values of the front matter's licence keys. The file may be anybody's, so it is not parsed as YAML."""
@@ -68,6 +66,7 @@ class ValidationLosses(NamedTuple):
 
     first: float
     best: float
+    """NaN if no loss was a number."""
     best_step: int
     """Number of steps after which the loss was lowest."""
     last: float
@@ -276,14 +275,13 @@ def _list_results(run: Run) -> Iterator[Row]:
         yield "training, last step", f"{last:.4g}", ""
     losses = read_validation_losses(run)
     if losses is not None:
-        for label, loss in (
-            ("validation, first", losses.first),
-            (f"validation, best: after {format_count(losses.best_step, 'step')}", losses.best),
-            ("validation, last", losses.last),
-        ):
-            perplexity = f"{math.exp(loss):.4g}" if loss < MAX_EXPONENT else "inf"
+        best = f"validation, best: after {format_count(losses.best_step, 'step')}"
+        rows = {"validation, first": losses.first, best: losses.best, "validation, last": losses.last}
+        if math.isnan(losses.best):
+            del rows[best]
+        for label, loss in rows.items():
             # DPO's loss is that of a pair, not of a token.
-            yield label, f"{loss:.4g}", "" if _learns_preferences(run) else perplexity
+            yield label, f"{loss:.4g}", "" if _learns_preferences(run) else f"{compute_perplexity(loss):.4g}"
 
 
 def _list_measured(run: Run) -> Iterator[Row]:
@@ -346,14 +344,14 @@ def _read_first_losses(run: Run) -> dict[int, float]:
 def read_validation_losses(run: Run) -> ValidationLosses | None:
     """Return the validation losses that rank 0 logged; None if there is none."""
     first: float | None = None
-    best, best_step, last = float("inf"), 0, float("nan")
-    began = run.task_fields is not None and run.task_fields.get("resume") is False
+    best, best_step, last = math.nan, 0, math.nan
+    began = run.task_fields is not None and not run.task_fields.get("resume")
     for step, loss in _iterate_validations(RunFolder(run.folder)):
         # The first validation of a run that begins at step 0 is that of the initial weights.
         is_initial = first is None and began and step == 0
         first = loss if first is None else first
         last = loss
-        if loss < best:
+        if loss < best or math.isnan(best):
             best, best_step = loss, 0 if is_initial else step + 1
     return None if first is None else ValidationLosses(first, best, best_step, last)
 

@@ -19,12 +19,11 @@ from shardscope.training.checkpoints.choice import find_newest_checkpoint
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.safetensors_header import read_header
-from shardscope.training.weights.weights_folder import WeightsFolder
+from shardscope.training.weights.weights_folder import ADAPTER_CONFIG, WeightsFolder
 
 if TYPE_CHECKING:
     from shardscope.runs.run import Run
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LORA_A = ".lora_A.weight"
 """End of the names of the first factors, of shape (rank, input width)."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 from shardscope.core.errors import check_flag, get_first_line, refuse
 from shardscope.records.folder import MERGED
 from shardscope.runs.trained.model_card import README, write_model_card
-from shardscope.runs.trained.model_files import ADAPTER_CONFIG, refuse_without_model
+from shardscope.runs.trained.model_files import refuse_without_model
+from shardscope.training.weights.weights_folder import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from shardscope.runs.run import Run

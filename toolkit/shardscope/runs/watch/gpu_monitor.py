@@ -77,6 +77,19 @@ class GpuSample(NamedTuple):
         gpus = {"gpus": list(self.gpus)} if self.gpus else {}
         return {"time": self.time, **gpus, **self.readings}
 
+    @classmethod
+    def from_record(cls, record: Mapping[str, object]) -> GpuSample | None:
+        """Return the sample that :meth:`to_record` wrote; None for another line."""
+        when, gpus = record.get("time"), record.get("gpus")
+        if not is_number(when):
+            return None
+        readings = {
+            name: [number if is_number(number) else None for number in numbers]
+            for name in READINGS
+            if isinstance(numbers := record.get(name), list)
+        }
+        return cls(when, readings, tuple(filter(is_int, gpus)) if isinstance(gpus, list) else ())
+
 
 class GpuSampler:
     """GPU sampler of one run. Without GPUs it does nothing and calls no driver."""
@@ -97,7 +110,9 @@ class GpuSampler:
         self._requested = threading.Event()
         self._ended = False
         self._thread: threading.Thread | None = None
-        self._samples: list[GpuSample] = []
+        # Of the attempts before: thinning out writes the whole file again.
+        lines = read_lines(folder.gpu_samples) if folder.attempt > 1 else ()
+        self._samples = list(filter(None, map(GpuSample.from_record, lines)))
 
     def request_sample(self) -> None:
         """Request a sample from the thread and return immediately."""

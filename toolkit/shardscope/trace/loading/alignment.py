@@ -195,10 +195,12 @@ def _move_by_collectives(
     together, so the median difference of the ends is that of the clocks.
     """
     calls = [_list_calls(rank, shift, with_groups=True) for rank, shift in zip(ranks, shifts, strict=True)]
+    # The first rank that has any: of a recording cut off early, rank 0 may have none.
+    first = next((position for position, one in enumerate(calls) if one.ends), 0)
     # Ranks without a group in common are aligned through others: from each aligned rank to its peers.
-    late_ns: dict[int, int] = {0: 0}
+    late_ns: dict[int, int] = {first: 0}
     offsets: list[_Offset] = []
-    queue = [0]
+    queue = [first]
     while queue:
         reference = queue.pop(0)
         for position in range(len(ranks)):
@@ -215,7 +217,7 @@ def _move_by_collectives(
         return None
     num_calls = min(offset.num_calls for offset in offsets)
     spread_us = max(offset.spread_ns for offset in offsets) / 1e3
-    moves = {get_rank(ranks[position]): -late / 1e9 for position, late in late_ns.items() if position}
+    moves = {get_rank(ranks[one]): -late / 1e9 for one, late in late_ns.items() if one != first}
     notes.append(
         f"{problem + ': ' if problem else ''}aligned by {num_calls:,} or more collectives of each rank, "
         f"which then end within {spread_us:,.0f} \u00b5s; moved: {_list_moves(dict(sorted(moves.items())))}"
@@ -226,27 +228,32 @@ def _move_by_collectives(
         numbers = [str(get_rank(ranks[position])) for position in others]
         listed = ", ".join(numbers[:_MAX_LISTED]) + (" ..." if len(numbers) > _MAX_LISTED else "")
         where = "begins with it" if problem else "keeps its clock"
-        notes.append(f"rank {listed}: no collectives in common with rank {get_rank(ranks[0])}, {where}")
+        notes.append(f"rank {listed}: no collectives in common with rank {get_rank(ranks[first])}, {where}")
     starts = _list_starts(ranks)
     for position in others if problem else ():
-        moved[position] = starts[position] - (starts[0] - moved[0])
+        moved[position] = starts[position] - (starts[first] - moved[first])
     return moved
 
 
 def _note_differing_clocks(ranks: list[RankColumns], shifts: list[int], notes: list[str]) -> None:
     """Add a note if the ends of collectives, matched by name only, show that clocks differ."""
-    first = _list_calls(ranks[0], shifts[0], with_groups=False)
+    reference: RankColumns | None = None
     late: dict[int, float] = {}
-    for rank, shift in zip(ranks[1:], shifts[1:], strict=True):
-        offset = _compare_ends(first, _list_calls(rank, shift, with_groups=False)) if first.ends else None
+    for rank, shift in zip(ranks, shifts, strict=True):
+        calls = _list_calls(rank, shift, with_groups=False)
+        if reference is None:
+            if calls.ends:
+                reference, first = rank, calls
+            continue
+        offset = _compare_ends(first, calls)
         if offset is None or not offset.is_consistent or offset.num_calls < _MIN_CALLS:
             continue
         if abs(offset.median_ns) > max(_MIN_DIFFERENCE_NS, 10 * offset.spread_ns):
             late[get_rank(rank)] = offset.median_ns / 1e9
-    if late:
+    if late and reference is not None:
         notes.append(
             "ranks end the same collectives at different times, so clocks differ from that of rank "
-            f"{get_rank(ranks[0])}: {_list_moves(late)}. Fix: Trace.load(..., align='collectives')"
+            f"{get_rank(reference)}: {_list_moves(late)}. Fix: Trace.load(..., align='collectives')"
         )
 
 

@@ -18,6 +18,7 @@ from shardscope.trace.analysis.breakdown import (
     compute_idle,
 )
 from shardscope.trace.analysis.collectives import (
+    KINDS,
     UNKNOWN_KIND,
     CollectiveRow,
     Collectives,
@@ -113,6 +114,7 @@ def _describe_ranks(calls: list[CollectiveRow], num_steps: Mapping[int, int]) ->
 
 
 def format_number_of(number: float, what: str) -> str:
+    """Return a number of things, which may be a mean: ``1 call``, ``2.5 calls``, ``1,234 slices``."""
     text = f"{number:,.0f}" if number >= 10 else f"{number:.3g}"
     return f"{text} {what}" if text == "1" else f"{text} {what}s"
 
@@ -260,10 +262,7 @@ def _locate_kernel(row: KernelRow) -> tuple[int, str, float, float]:
     return row["rank"], row["track"], row["start_seconds"], row["start_seconds"] + row["longest_seconds"]
 
 
-_COMMUNICATION = frozenset(
-    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "barrier",
-     "reduce", "gather", "scatter", UNKNOWN_KIND}
-)  # fmt: skip
+_COMMUNICATION = frozenset({UNKNOWN_KIND, *(kind for kind, _ in KINDS)})
 """Classes of :meth:`Trace.kernels` that communicate."""
 
 

@@ -41,9 +41,11 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def delete_unfinished(folder: Path) -> None:
-    """Delete checkpoints of a run that were never completed; no rank may be writing one."""
-    for path in (Path(folder) / CHECKPOINTS).glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+    """Delete checkpoints of a run that were never completed or half deleted; no rank may write one."""
+    # Not only those of steps: the best one of early stopping is written in the same way.
+    for ending in ("partial", "old"):
+        for path in (Path(folder) / CHECKPOINTS).glob(f".*.{ending}"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def delete_older(folder: Path, keep_last: int, *, parts: bool = False) -> None:

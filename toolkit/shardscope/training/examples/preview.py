@@ -451,7 +451,8 @@ def _choose_rows(rows: Rows, format: Format, num_shown: int) -> Sequence[int]:
     num_rows = len(rows)
     weighed = [rows[index] for index in _space_evenly(num_rows, NUM_WEIGHED_ROWS)]
     num_characters = sum(len(str(row[column])) for row in weighed for column in format.columns.values())
-    num_affordable = MAX_SAMPLED_CHARACTERS * len(weighed) // num_characters
+    # All weighed texts may be empty.
+    num_affordable = MAX_SAMPLED_CHARACTERS * len(weighed) // max(1, num_characters)
     num_sampled = max(1, min(MAX_SAMPLED_ROWS, num_affordable))
     if num_rows <= num_sampled:
         return range(num_rows)

@@ -557,7 +557,7 @@ def load_hub(field: str, name: str, *, streaming: bool) -> object:
     problem = find_hub_problem(name, README, "dataset")
     is_offline = problem is not None and problem.is_unreachable
     try:
-        with _offline_datasets() if is_offline else nullcontext(), LOADING:
+        with LOADING, _offline_datasets() if is_offline else nullcontext():
             # Without custom code: datasets 4 and later run none.
             rows: object = datasets.load_dataset(name, split="train", streaming=streaming)
     except Exception as error:  # A gated data set, files of no known format: each its own exception.
@@ -575,7 +575,10 @@ def load_hub(field: str, name: str, *, streaming: bool) -> object:
 
 @contextmanager
 def _offline_datasets() -> Iterator[None]:
-    """Make ``datasets`` read its cache only, instead of repeating requests for 23 seconds."""
+    """Make ``datasets`` read its cache only, instead of repeating requests for 23 seconds.
+
+    It is a setting of the process: enter with :data:`LOADING` held.
+    """
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE

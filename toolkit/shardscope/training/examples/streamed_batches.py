@@ -11,6 +11,7 @@ from shardscope.core.errors import refuse
 from shardscope.training.data.batches import Batches
 from shardscope.training.examples.batches import pad_examples
 from shardscope.training.examples.encoding import Encoder
+from shardscope.training.examples.file_rows import has_rows
 from shardscope.training.examples.formats import Format
 from shardscope.training.examples.packed_windows import fill_windows, pack_lengths
 from shardscope.training.examples.rows import Row, describe_source
@@ -135,6 +136,10 @@ class StreamReader:
         """Make the block at ``place`` the next one that is read."""
         examples = self.examples
         self._stream, self._takes_turns = examples.open()
+        self._files = list_stream_files(examples.field, examples.source)
+        if not self._takes_turns:
+            # ``datasets`` deals out the files that it is given: those that have a row.
+            self._files = list(filter(has_rows, self._files))[examples.rank :: examples.num_ranks]
         if place.state is not None:
             self._stream.load_state_dict(dict(place.state))
         self._rows = iterate_rows(examples.field, examples.source, iter(self._stream))
@@ -171,10 +176,7 @@ class StreamReader:
         examples = self.examples
         # Rows are numbered as in the whole stream where the ranks take turns.
         step, first = (examples.num_ranks, examples.rank) if self._takes_turns else (1, 0)
-        files = list_stream_files(examples.field, examples.source)
-        if not self._takes_turns:
-            files = files[examples.rank :: examples.num_ranks]
-        block = RowBlock(rows=rows, first=first + num_before * step, step=step, files=files)
+        block = RowBlock(rows=rows, first=first + num_before * step, step=step, files=self._files)
         num_bad, num_left_out = self.counts.num_bad_rows, self.counts.num_rows_without_loss
         encoded = iterate_encoded(
             examples.field,

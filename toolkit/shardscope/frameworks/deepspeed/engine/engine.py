@@ -20,7 +20,7 @@ from shardscope.frameworks.deepspeed.layout import ZeroLayout, get_layout
 from shardscope.frameworks.deepspeed.limits import find_nvme_folder
 from shardscope.training.accounting import tensors
 from shardscope.training.accounting.precision import check_precision_of_copies
-from shardscope.training.engine import BuildModel, BuildOptimizer, Context, LiveTensors
+from shardscope.training.engine import LOSS_SCALE_POWER, BuildModel, BuildOptimizer, Context, LiveTensors
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
 from shardscope.training.model.meta_device import build_on_meta
 from shardscope.training.optimizers import gradients
@@ -30,8 +30,6 @@ from shardscope.training.weights.pretrained import FullTensors
 if TYPE_CHECKING:
     import deepspeed
 
-FIRST_LOSS_SCALE_POWER = 12
-"""Exponent of the initial fp16 loss scale, 2^12 as in the other engines; an overflow halves the scale."""
 STEPS_TO_GROW = 2000
 """Steps without an overflow until the loss scale doubles; torch's default."""
 
@@ -143,7 +141,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         if self.recipe.precision == "fp16-mixed":
             config["fp16"] = {
                 "enabled": True,
-                "initial_scale_power": FIRST_LOSS_SCALE_POWER,
+                "initial_scale_power": LOSS_SCALE_POWER,
                 "loss_scale_window": STEPS_TO_GROW,
                 "hysteresis": 1,
             }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from shardscope.frameworks.deepspeed import extensions
+from shardscope.frameworks.deepspeed.group_state import copy_groups, restore_groups
 from shardscope.frameworks.deepspeed.layout import get_layout
 
 if TYPE_CHECKING:
@@ -54,38 +55,22 @@ def list_needed_extensions(plan: Plan) -> tuple[str, ...]:
     return names
 
 
-# ---- DeepSpeed's process groups
-#
-# DeepSpeed keeps them in module variables and creates them once. For another engine in the same process,
-# after a checkpoint or with another world size, those variables must be as they were at import.
-
-
-STATEFUL_NAMES = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
-"""Lower-case module variables of ``deepspeed.utils.groups`` that it sets; the others are in capitals."""
 _initial_groups: dict[str, object] = {}
+"""DeepSpeed's groups at import, for a later engine: after a checkpoint or with another world size."""
 
 
 def connect_deepspeed(backend: str, rank: int) -> None:
     """Let DeepSpeed use torch's process group as its world, and forget the groups of an earlier engine."""
     # Imported here: DeepSpeed chooses its accelerator when it is first imported.
     import deepspeed
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
 
     # init_distributed reads these even if the group exists; torchrun sets all of them.
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", dist.get_world_size())):
         os.environ.setdefault(name, str(value))
     if not _initial_groups:
-        names = (name for name in vars(groups) if name.isupper() or name in STATEFUL_NAMES)
-        _initial_groups.update({name: _copy_dict(getattr(groups, name)) for name in names})
-    for name, initial in _initial_groups.items():
-        setattr(groups, name, _copy_dict(initial))
-    comm.cdb = None
+        _initial_groups.update(copy_groups())
+    restore_groups(_initial_groups)
     # The shared-memory reductions must be compiled, and support one world per process.
     # By import_module: as an attribute, ``deepspeed.comm.torch`` is torch itself.
     vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     deepspeed.init_distributed(backend)
-
-
-def _copy_dict(value: object) -> object:
-    return dict(value) if isinstance(value, dict) else value

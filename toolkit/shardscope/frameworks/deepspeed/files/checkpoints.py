@@ -81,9 +81,9 @@ class Checkpoints:
             partial = self.folder / "latest.partial"
             partial.write_text(name, encoding="utf-8")
             partial.replace(self.folder / LATEST)
-            kept = sorted((path.name for path in self.folder.glob("step-*")), key=count_steps)
+            kept = sorted((path.name for path in self.folder.glob("step-*")), key=count_steps, reverse=True)
             # A later one is of a run that ended in the middle of its save.
-            for old in [one for one in kept if count_steps(one) < steps][: -(NUM_KEPT - 1)]:
+            for old in [one for one in kept if count_steps(one) <= steps][NUM_KEPT:]:
                 shutil.rmtree(self.folder / old)
         dist.barrier()
 

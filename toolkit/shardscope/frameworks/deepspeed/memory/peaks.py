@@ -220,8 +220,9 @@ def find_backward_peaks(
 def _list_layer_elements(phases: LayerPhases, kind: LayerKind, down_projection: int) -> list[PhaseElements]:
     """Return ZeRO's elements at each of the kind's peak candidates, from the end of the layer to its start.
 
-    ``down_projection``: elements freed after the down projection's gradient. After the feed-forward these are the norm after attention, attention's output projection, its core, its
-    query norm, its input projections, and the layer's first norm.
+    ``down_projection``: elements freed after the down projection's gradient. After the feed-forward these are
+    the norm after attention, attention's output projection, its core, its query norm, its input projections,
+    and the layer's first norm.
     """
     attention = [phases.attention_output, phases.attention_output, phases.before_attention]
     attention += [phases.attention_output, phases.peak, phases.next_layer]
@@ -231,7 +232,7 @@ def _list_layer_elements(phases: LayerPhases, kind: LayerKind, down_projection: 
         # A plain feed-forward and a gated one have equally many candidates.
         copied = PhaseElements(first.staging - down_projection, first.gradients)
         return [phases.first_gradient, first, copied, second, *attention]
-    # Shared experts, if any, then the weighting of rows, their down projection, the product, the up projection.
+    # Shared experts, if any, the weighting of rows, the down projection, the product, the up projection.
     experts = [phases.first_gradient, matrices[0], phases.first_gradient, phases.last_feed_forward]
     num_shared = len(kind.backward) - len(experts) - len(attention)
     return [phases.first_gradient] * num_shared + experts + attention
@@ -573,12 +574,13 @@ class _BackwardPeaks:
             is_larger = other_total > half * elements + layers * num_passed // num_layers
             num_passed = where(is_larger, other_passed, num_passed)
             elements = where(is_larger, other, elements)
-        activations, explanations = (layers * num_passed // num_layers,), _IN_FORWARD
+        activations: tuple[int, ...] = (layers * num_passed // num_layers,)
+        explanations: tuple[str, ...] = _IN_FORWARD
         if self.sizes.fetches_one_by_one and self.sizes.interval == 1:
             # Nothing is saved, so that what is in use inside of a layer counts.
             kinds = self.backward.find_layer_order().kinds
-            inside = maximum(*(kind.forward for kind in kinds))
-            activations, explanations = (*activations, inside), _INSIDE_FORWARD
+            activations += (maximum(*(kind.forward for kind in kinds)),)
+            explanations = _INSIDE_FORWARD
         fraction = 0.02 + 0.3 * num_passed / num_layers
         return self._build_candidate(
             fraction, activations, explanations, PhaseElements(elements, 0), phase="forward"

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardscope.frameworks.deepspeed.group_state import copy_groups, restore_groups
+
 if TYPE_CHECKING:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-STATEFUL_NAMES = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
-"""Lower-case module variables of ``deepspeed.utils.groups`` that it sets; the others are in capitals."""
 FREE_BYTES = 2**50
 """Free memory of the device: DeepSpeed flattens on the host if there is too little."""
 
@@ -65,12 +65,7 @@ class FakeDevice:
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        groups = importlib.import_module("deepspeed.utils.groups")
-        self._initial_groups = {
-            name: dict(value) if isinstance(value, dict) else value
-            for name, value in vars(groups).items()
-            if name.isupper() or name in STATEFUL_NAMES
-        }
+        self._initial_groups = copy_groups()
         self._accelerator = get_accelerator()
         set_accelerator(_build_accelerator(CPU_Accelerator, self.name))
         self.deepspeed.init_distributed("fake", dist_init_required=False)
@@ -108,13 +103,8 @@ class FakeDevice:
     ) -> None:
         from deepspeed.accelerator import set_accelerator
 
-        # DeepSpeed keeps its groups in module variables; the next rehearsal in this process creates others.
-        from deepspeed.comm import comm
-        from deepspeed.utils import groups
-
-        comm.cdb = None
-        for name, value in self._initial_groups.items():
-            setattr(groups, name, value)
+        # The next rehearsal in this process creates groups of its own.
+        restore_groups(self._initial_groups)
         for owner, name, original in reversed(self._originals):
             setattr(owner, name, original)
         set_accelerator(self._accelerator)

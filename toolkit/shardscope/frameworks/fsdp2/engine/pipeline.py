@@ -26,7 +26,7 @@ from shardscope.frameworks.fsdp2.engine.engine import Fsdp2Engine, choose_tokens
 from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.training import micro_batches
 from shardscope.training.accounting.memory_watch import MemoryWatch
-from shardscope.training.engine import BuildModel, BuildOptimizer
+from shardscope.training.engine import LOSS_SCALE_POWER, BuildModel, BuildOptimizer
 from shardscope.training.generation import broadcast_tokens, run_stages
 from shardscope.training.model.pipeline_stages import copy_shallow, extract_stage
 from shardscope.training.optimizers.gradients import local_shard
@@ -409,7 +409,7 @@ class _StagesScaler(torch.amp.GradScaler):
     """fp16 gradient scaler shared by all stages: an overflow on one stage skips the step on all."""
 
     def __init__(self, stages: ProcessGroup, device: torch.device) -> None:
-        super().__init__(device.type, init_scale=2.0**12)
+        super().__init__(device.type, init_scale=2.0**LOSS_SCALE_POWER)
         self._stages_group = stages
         # torch creates the scale at the first loss, which only the last stage computes.
         self.scale(torch.zeros((), device=device))

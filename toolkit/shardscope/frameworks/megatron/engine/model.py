@@ -15,6 +15,7 @@ from shardscope.frameworks.megatron.layout import get_layout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 from shardscope.frameworks.megatron.weights.config import convert_config, convert_rope
 from shardscope.memory.activations.modules.attention import resolve_attention
+from shardscope.training.engine import LOSS_SCALE_POWER
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -40,8 +41,6 @@ UNFUSED = (
     *("gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
 )
 """Fusions of Apex, Transformer Engine or torch.compile, which rehearsals model and this engine disables."""
-INITIAL_LOSS_SCALE = 2.0**12
-"""Initial loss scale, as in the other engines: Megatron-LM's 2^32 skips about the first twenty steps."""
 
 
 def init_model_parallel(plan: Plan) -> None:
@@ -247,7 +246,7 @@ def build_optimizer(
             sgd_momentum=numbers.momentum,
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
-            initial_loss_scale=INITIAL_LOSS_SCALE,
+            initial_loss_scale=2.0**LOSS_SCALE_POWER,
             # As torch.amp.GradScaler: it grows after 2000 steps and halves at the first overflow.
             loss_scale_window=2000,
             hysteresis=1,
