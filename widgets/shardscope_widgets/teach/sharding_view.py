@@ -88,10 +88,8 @@ def _write_sentences(shown: LayerSharding) -> list[str]:
     cut = shown.sharding.cut
     if degrees.tp > 1:
         # Norms and small projections, which all tensor-parallel ranks have, are not drawn apart.
-        cut = (
-            f"Tensor parallelism cuts its matrices over {degrees.tp} ranks (norms are whole on each). "
-            f"Of what such a rank has: {cut[0].lower()}{cut[1:]}"
-        )
+        first_cut = f"Tensor parallelism first cuts its matrices over {degrees.tp} ranks"
+        cut = f"{first_cut} (norms are whole on each). {cut}"
     if shown.sharding.experts is not None:
         cut += f" Its experts are spread over {degrees.ep} expert-parallel ranks."
     sentences.append(f"{cut} ({shown.sharding.source})")

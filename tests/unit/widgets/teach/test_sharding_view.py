@@ -99,6 +99,19 @@ def test_pipeline_says_which_stage_holds_the_layer_and_tensor_parallelism_what_i
     assert "the stage's last layer on" in read_words(view)
 
 
+def test_tensor_parallel_slices_say_what_data_parallelism_does_with_them() -> None:
+    def read_heading(layout: ss.Layout) -> str:
+        return ShardingView(build_plan(layout, batch=128)).heading.value
+
+    alone = read_heading(ss.Layout.megatron(tp=8))
+    assert "over 8 ranks (norms are whole on each). There is one data-parallel rank" in alone
+    assert "distributed_optimizer" not in alone
+    assert "distributed_optimizer=False" in read_heading(
+        ss.Layout.megatron(tp=4, distributed_optimizer=False)
+    )
+    assert "on each). ZeRO-0 shards nothing" in read_heading(ss.Layout.zero(stage=0, tp=2))
+
+
 def test_many_ranks_are_collapsed_with_a_line_that_says_so() -> None:
     view = ShardingView(build_plan(ss.Layout.fsdp2(), "8x8xh100-sxm-80gb", 128))
     assert len(read_parts(view, 0, own=True)) == 16
