@@ -54,6 +54,8 @@ def test_fsdp2_gathers_a_layer_frees_it_and_scatters_its_gradients() -> None:
     assert not read_parts(view, 1, own=True) and not read_parts(view, 0, own=False)
     view.step = find_step(view, "forward")
     assert "all-gather of 416 MiB over 8 ranks" in read_words(view)
+    table = view.table.value.replace("\N{NO-BREAK SPACE}", " ")
+    assert "<td>416 MiB</td>" in table and "<td>832 MiB</td>" in table, "as the words have it"
     assert read_parts(view, 0, own=False) == [(rank, 0, 1) for rank in range(8)]
     assert "104 MiB kept" in read_heads(view)
     assert "+ 416 MiB all-gathered" in read_heads(view)
