@@ -63,8 +63,8 @@ class MemoryView(View):
         # Only for a view that applies changes itself: a Studio has its inputs.
         self.undo: widgets.Button | None = None
         if on_apply is None:
-            self.undo = controls.create_button("Undo change", "ss-button", layout=widgets.Layout())
-            self.undo.layout.display = "none"
+            hidden = widgets.Layout(display="none")
+            self.undo = controls.create_button("Undo change", "ss-ghost", "ss-small", layout=hidden)
             self.undo.on_click(lambda _: self._undo_changes())
             buttons.insert(0, self.undo)
         actions = widgets.HBox(buttons, layout=controls.share_layout())
