@@ -86,7 +86,7 @@ def _shard_buffer(
         keeps_whole_buffer=True,
     )
     if ranks == 1:
-        return state._replace(cut="There is one data-parallel rank: it has all of the training state.")
+        return state._replace(cut="There is one data-parallel rank, so nothing is sharded further.")
     if not layout.distributed_optimizer:
         return state
     buckets = count_buckets(plan, stage, total)
