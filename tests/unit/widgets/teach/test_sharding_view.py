@@ -144,7 +144,15 @@ def test_one_rank_needs_no_collective() -> None:
     assert "No collective" in view.table.value
     for step in range(view.figure.num_steps):
         view.step = step
-        assert read_words(view)
+        assert read_words(view) and ", nothing." not in read_words(view)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_that_are_all_reduced_are_whole_before(stage: int) -> None:
+    view = ShardingView(build_plan(ss.Layout.zero(stage)))
+    view.step = find_step(view, "backward")
+    assert "gradients of all weights on a rank, 416 MiB." in read_words(view)
+    assert "416 MiB unreduced" in read_heads(view) or "416 MiB buffer" in read_heads(view)
 
 
 def test_plan_whose_memory_has_no_formula_says_so() -> None:
