@@ -272,7 +272,13 @@ class _Builder:
         else:
             in_forward = times if is_first else 0.0
         split = [whole._replace(phase="forward", times=in_forward), whole._replace(times=times - in_forward)]
-        return [exchange for exchange in split if exchange.times]
+        split = [exchange for exchange in split if exchange.times]
+        is_pair = transfer.part == "tensor_parallel" and transfer.collective == "all_reduce"
+        if is_pair and self.plan.layout.splits_sequence:
+            # The time model counts the pair of a split sequence as one all-reduce, which sends the same.
+            pair: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+            return [one._replace(collective=collective) for one in split for collective in pair]
+        return split
 
     # ---- State
 

@@ -97,8 +97,13 @@ def test_pipeline_says_which_stage_holds_the_layer_and_tensor_parallelism_what_i
     assert "stage 3, ranks 6 to 7: nothing" in heads
     assert read_parts(view, 0, own=True) == [(1, 0, 0.5), (2, 0.5, 1)]
     view.step = find_step(view, "forward")
-    assert "tensor parallel: all-reduce" in read_words(view)
+    # Sequence parallelism, Megatron's default, has a pair of collectives in place of the all-reduce.
+    assert "tensor parallel: all-gather" in read_words(view)
+    assert "tensor parallel: reduce-scatter" in read_words(view) and "all-reduce" not in read_words(view)
     assert "the stage's last layer on" in read_words(view)
+    view = ShardingView(build_plan(ss.Layout.megatron(tp=2, pp=4, sequence_parallel=False)), layer=17)
+    view.step = find_step(view, "forward")
+    assert "tensor parallel: all-reduce" in read_words(view) and "all-gather" not in read_words(view)
 
 
 def test_tensor_parallel_slices_say_what_data_parallelism_does_with_them() -> None:
