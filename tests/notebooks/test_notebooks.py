@@ -16,6 +16,9 @@ import pytest
 from nbclient import NotebookClient
 from tests.requirements import few, skip_without
 
+from shardscope_widgets import RunView
+from shardscope_widgets.run.view import KEEP_MODEL
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CELL_SECONDS = 1200
@@ -80,6 +83,16 @@ def test_notebook_is_stored_without_outputs(path: Path) -> None:
 def test_first_cell_of_the_studio_notebook_ends_with_studio() -> None:
     notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
     assert notebook.cells[0].source.splitlines()[-1] == "Studio()"
+
+
+def test_fine_tuning_notebook_names_every_button_that_ends_a_run() -> None:
+    (path,) = (path for path in NOTEBOOKS if path.name.startswith("20_"))
+    prose = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+    view = RunView()
+    # The notebook's run has no validation, and so no best step.
+    for name in (KEEP_MODEL, view.save_button.description, view.stop_button.description):
+        assert f"*{name}*" in prose
+    view.close()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

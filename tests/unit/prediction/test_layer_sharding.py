@@ -156,8 +156,18 @@ def test_collectives_are_the_step_reports(name: str) -> None:
         plan = replace(plan, layout=replace(plan.layout, **none_kept))  # type: ignore[arg-type]
     shown = shard_layer(plan, 7)
     for part in ("gathers", "gradients", "tensor_parallel", "context_parallel"):
-        sent = sum(one.num_bytes * one.times for one in shown.exchanges if one.part == part)
-        total = sum(one.num_bytes for one in plan.step().communication if one.part == part)
+        # An all-reduce sends twice its bytes: an all-gather and a reduce-scatter are one.
+        sends = {"all_reduce": 2}
+        sent = sum(
+            one.num_bytes * one.times * sends.get(one.collective, 1)
+            for one in shown.exchanges
+            if one.part == part
+        )
+        total = sum(
+            one.num_bytes * sends.get(one.collective, 1)
+            for one in plan.step().communication
+            if one.part == part
+        )
         share = LAYER / LLAMA.num_parameters
         if part == "tensor_parallel":
             share = 2 / (2 * NUM_LAYERS + 2)

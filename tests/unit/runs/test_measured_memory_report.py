@@ -123,6 +123,10 @@ def test_a_users_function_has_only_a_total() -> None:
     report = build_measured_memory(make_plan(), {}, ranks)
     assert report.components == {"other": 7 * MIB}
     assert "only a total is known" in report.explain("activations")
+    assert " GiB (a total, of no known phase), fits" in repr(report)
+    assert " GiB in forward, fits" in repr(build_measured_memory(make_plan(), {0: cpu_record()}, []))
+    rest = {"memory": {"device": "cpu", "step": 2, "phases": {"rest": {"parameters": 4 * MIB}}}}
+    assert " GiB at rest, fits" in repr(build_measured_memory(make_plan(), {0: rest}, []))
     assert [rank["peak_memory_bytes"] for rank in report] == [7 * MIB]
 
 

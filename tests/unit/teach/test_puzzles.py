@@ -70,12 +70,19 @@ def test_hints_name_the_degrees_of_the_solution(name: str) -> None:
 def test_every_puzzle_is_solvable_and_its_start_is_no_solution(name: str) -> None:
     puzzle = teach.puzzles[name]
     start = puzzle.check(puzzle.plan)
-    assert start.correct is False and "not met" in start.text and "Hint:" in start.text
+    assert start.correct is False and "not met" in start.text.lower() and "Hint:" in start.text
+    assert start.text.startswith(("Not yet. Met: ", "Not yet. Not met: "))
     solved = puzzle.check(solve(name))
     assert solved.correct, solved.text
     (row,) = teach.leaderboard()
     assert row["learner"] == "ada" and row["tokens_per_second_per_gpu"] >= puzzle.min_tokens
     assert [one.solved for one in teach.progress()] == [(f"puzzle-{name}",)]
+
+
+def test_a_name_that_is_no_puzzle_names_the_nearest_one() -> None:
+    with pytest.raises(KeyError, match="no puzzle '8b-on-one'; nearest: '8b-on-one-node'; known: 8b-on-one"):
+        teach.puzzles["8b-on-one"]
+    assert teach.puzzles.get("8b-on-one") is None
 
 
 def test_each_different_wrong_plan_reveals_the_next_hint() -> None:

@@ -274,9 +274,12 @@ class MemoryReport:
             f"; {format_gib(num_bytes)} GiB of {place} per rank" for place, num_bytes in places if num_bytes
         )
         return (
-            f"{self.tier}: peak {format_gib(self.peak_bytes)} of {format_gib(self.usable_bytes)} GiB in "
-            f"{self.peak_phase}, {verdict}{offloaded}"
+            f"{self.tier}: peak {format_gib(self.peak_bytes)} of {format_gib(self.usable_bytes)} GiB"
+            f"{self._describe_peak_phase()}, {verdict}{offloaded}"
         )
+
+    def _describe_peak_phase(self) -> str:
+        return " at rest" if self.peak_phase == "rest" else f" in {self.peak_phase}"
 
 
 def sum_parts(*parts: tuple[int, str], source: Callable[[], str] | None = None) -> Term:

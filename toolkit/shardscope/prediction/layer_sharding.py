@@ -272,7 +272,13 @@ class _Builder:
         else:
             in_forward = times if is_first else 0.0
         split = [whole._replace(phase="forward", times=in_forward), whole._replace(times=times - in_forward)]
-        return [exchange for exchange in split if exchange.times]
+        split = [exchange for exchange in split if exchange.times]
+        is_pair = transfer.part == "tensor_parallel" and transfer.collective == "all_reduce"
+        if is_pair and self.plan.layout.splits_sequence:
+            # The time model counts the pair of a split sequence as one all-reduce, which sends the same.
+            pair: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+            return [one._replace(collective=collective) for one in split for collective in pair]
+        return split
 
     # ---- State
 
@@ -380,11 +386,14 @@ class _Builder:
                 reduced = tuple(slices._replace(own_bytes=in_state) for slices in reduced)
                 reduced = self._add_temporary(reduced, whole, 0)
             return unreduced, reduced
-        sent = sum(
-            one.num_bytes
-            for one in exchanges
-            if one.collective == "reduce_scatter" and one.part == "gradients"
-        )
+        # DeepSpeed all-reduces the gradients of stage 2. Replicas all-reduce the shards of a reduce-scatter.
+        by_collective = {
+            collective: sum(
+                one.num_bytes for one in exchanges if one.collective == collective and one.part == "gradients"
+            )
+            for collective in ("reduce_scatter", "all_reduce")
+        }
+        sent = by_collective["reduce_scatter"] or by_collective["all_reduce"]
         # Reduced gradients of earlier micro-batches stay.
         accumulates = any(one.part == "gradients" and one.times > 1 for one in exchanges)
         earlier = reduced if accumulates else tuple(RankSlices() for _ in reduced)

@@ -245,7 +245,9 @@ class Choice:
         if chosen == self.right:
             return Judgement(True, "")
         hints = [self.wrong[name] for name in sorted(chosen) if name in self.wrong]
-        return Judgement(False, hints[0] if hints else f"{len(self.right - chosen)} more is right.")
+        # Only right words, and too few of them.
+        missing = len(self.right - chosen)
+        return Judgement(False, hints[0] if hints else f"That is right, but not all: {missing} missing.")
 
 
 def _normalize(word: str) -> str:
@@ -299,7 +301,9 @@ class PlanGoal:
             else:
                 lines.append(f"not met: {condition.words} ({problem})")
             met = met and problem is None
-        return Judgement(met, "; ".join(lines) + ".")
+        # It comes after "Right." or "Not yet.".
+        text = "; ".join(lines) + "."
+        return Judgement(met, text[0].upper() + text[1:])
 
 
 def _find_other_changes(start: Plan, plan: Plan, may_change: Sequence[str]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from shardscope.catalog import models
 from shardscope.core.cluster import Cluster
+from shardscope.core.errors import find_similar
 from shardscope.core.html_table import render_html_table
 from shardscope.core.layout import Layout
 from shardscope.core.plan import Plan
@@ -331,6 +332,11 @@ class Puzzles(dict[str, Puzzle]):
     """Puzzles by name, displayed as a table at the end of a notebook cell."""
 
     __slots__ = ()
+
+    def __missing__(self, name: object) -> Puzzle:
+        similar = find_similar(name, self)
+        nearest = f"; nearest: {similar!r}" if similar else ""
+        raise KeyError(f"there is no puzzle {name!r}{nearest}; known: {', '.join(self)}")
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self.values()))

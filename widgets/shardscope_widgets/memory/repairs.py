@@ -13,6 +13,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.differences import Difference, find_differences
 from shardscope.planner.memory_needs import find_shortages, fits
+from shardscope.planner.repairs.combined_changes import describe_change
 from shardscope.planner.repairs.make_it_fit import Fit
 from shardscope.planner.repairs.repairs import Repair, predict_seconds
 from shardscope.planner.repairs.savings import find_savings, list_changed_fields
@@ -225,6 +226,13 @@ def name_changes(plan: ss.Plan, fit: Fit) -> str:
     if len(differences) != len(fit.changes):  # The fit is of another plan.
         return fit.text
     return ", ".join(name_difference(one, text) for one, text in zip(differences, fit.changes, strict=True))
+
+
+def name_plan_changes(before: ss.Plan, after: ss.Plan) -> str:
+    """Return how ``after`` differs, by the names of the inputs: ``micro-batch 4 → 1``."""
+    texts = describe_change(before, after).changes
+    differences = find_differences(before, after)
+    return ", ".join(name_difference(one, text) for one, text in zip(differences, texts, strict=True))
 
 
 def name_difference(difference: Difference, otherwise: str = "") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from html import escape
 
 import ipywidgets as widgets
 
@@ -17,7 +18,7 @@ from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.figure import create_memory_figure, draw_memory
 from shardscope_widgets.memory.fit_search import FitSearch
 from shardscope_widgets.memory.rehearsal import RehearsePanel
-from shardscope_widgets.memory.repairs import OnFit, RepairsPanel
+from shardscope_widgets.memory.repairs import OnFit, RepairsPanel, name_plan_changes
 from shardscope_widgets.memory.rows import ShownMemory, pin_plans
 from shardscope_widgets.memory.table import render_component_table, write_caption
 
@@ -31,7 +32,8 @@ class MemoryView(View):
     """A plan's memory in every tier, redrawn in place when :meth:`show` receives another plan.
 
     ``on_pin`` receives the plan whose pin button was pressed and sets :attr:`pins`; None: the view stores its
-    own pins. ``on_apply`` receives a plan that needs less memory; None: the view shows that plan itself.
+    own pins. ``on_apply`` receives a plan that needs less memory; None: the view shows that plan itself, says
+    what is changed, and has a button that shows the plan of :meth:`show` again.
     ``on_fit`` receives a plan that does not fit and its fit; None: the fit goes to ``on_apply``.
     ``fit_search`` finds the fit.
     """
@@ -48,6 +50,7 @@ class MemoryView(View):
     ) -> None:
         self.report: MemoryReport | None = None
         self.plan: ss.Plan | None = None
+        self._plan_before_changes: ss.Plan | None = None
         self._remembered: list[tuple[ss.Plan, MemoryReport]] = []
         # A rehearsal or a run ends in its own thread while the user may change an input: the lock ensures
         # that the last drawing shows the current state.
@@ -56,7 +59,15 @@ class MemoryView(View):
         self.mode = controls.create_segments(MODES, "Memory")
         self.mode.observe(self._redraw, "value")
         self.rehearse = RehearsePanel(on_report=self.add)
-        actions = widgets.HBox([self.rehearse, self._pins.button], layout=controls.share_layout())
+        buttons = [self.rehearse, self._pins.button]
+        # Only for a view that applies changes itself: a Studio has its inputs.
+        self.undo: widgets.Button | None = None
+        if on_apply is None:
+            hidden = widgets.Layout(display="none")
+            self.undo = controls.create_button("Undo change", "ss-ghost", "ss-small", layout=hidden)
+            self.undo.on_click(lambda _: self._undo_changes())
+            buttons.insert(0, self.undo)
+        actions = widgets.HBox(buttons, layout=controls.share_layout())
         actions.add_class("ss-actions")
         bar = widgets.HBox([self.mode, actions], layout=controls.share_layout())
         bar.add_class("ss-toolbar")
@@ -67,7 +78,7 @@ class MemoryView(View):
         line = widgets.Box([self.caption, self.rehearse.status], layout=controls.share_layout())
         line.add_class("ss-caption")
         self.rehearse.button.observe(self._show_progress, "disabled")
-        self.repairs = RepairsPanel(on_apply or self.show, on_fit, fit_search)
+        self.repairs = RepairsPanel(on_apply or self._apply_change, on_fit, fit_search)
         super().__init__([Sheet("memory"), bar, self.figure, line, self.table, self.repairs])
         self.add_class("ss-root")
         self.add_class("ss-memory")
@@ -86,14 +97,25 @@ class MemoryView(View):
 
     def show(self, plan: ss.Plan, report: MemoryReport | None = None) -> None:
         """Draw a plan's memory; ``report`` is its prediction, if already computed."""
-        report = report or plan.memory()
+        self._show(plan, report or plan.memory(), None)
+
+    def _show(self, plan: ss.Plan, report: MemoryReport, before_changes: ss.Plan | None) -> None:
         with self._lock:
-            self.plan, self.report = plan, report
+            self.plan, self.report, self._plan_before_changes = plan, report, before_changes
             self._pins.set_plan(plan)
             self.rehearse.set_plan(plan)
             self._offer_modes(len(report.by_stage) > 1)
             self._redraw()
         self.repairs.show_repairs_later(plan, report)
+
+    def _apply_change(self, plan: ss.Plan) -> None:
+        """Draw ``plan``, a change of the one that is shown."""
+        before = self._plan_before_changes or self.plan
+        self._show(plan, plan.memory(), None if plan == before else before)
+
+    def _undo_changes(self) -> None:
+        if self._plan_before_changes is not None:
+            self.show(self._plan_before_changes)
 
     def add(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Store a rehearsed or measured report; it is shown whenever its plan is."""
@@ -135,5 +157,10 @@ class MemoryView(View):
             if shown is None:
                 return
             draw_memory(self.figure, shown, self.mode.value)
-            self.caption.value = write_caption(shown, self.mode.value)
+            caption, before = write_caption(shown, self.mode.value), self._plan_before_changes
+            if before is not None:
+                caption = f"<b>with {escape(name_plan_changes(before, shown.plan))}</b> · {caption}"
+            self.caption.value = caption
+            if self.undo is not None:
+                self.undo.layout.display = "" if before is not None else "none"
             self.table.value = render_component_table(shown)

@@ -362,7 +362,8 @@ def _say_backward(shown: LayerSharding, phase: ShardingPhase, sent: str) -> str:
     said = ""
     if shown.sharding.gathers_for_passes:
         said = f"The layer is made whole again ({sent}). " if sent else "The layer is still whole. "
-    return f"{said}Autograd makes the gradients of all weights on a rank, {format_size(unreduced)}."
+    size = f", {format_size(unreduced)}" if unreduced else ""
+    return f"{said}Autograd makes the gradients of all weights on a rank{size}."
 
 
 def _say_reduced(shown: LayerSharding, phase: ShardingPhase, sent: str) -> str:

@@ -9,7 +9,7 @@ from shardscope.core.number_format import format_count
 from shardscope.prediction.layer_sharding import KINDS, LayerSharding, choose_layer, shard_layer
 from shardscope.timing.report import format_part
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.numbers import Unit, format_three_digits
+from shardscope_widgets.kit.numbers import format_size
 from shardscope_widgets.kit.theme import COMPONENT_COLOURS
 from shardscope_widgets.teach.sharding_figure import (
     PHASES,
@@ -88,10 +88,8 @@ def _write_sentences(shown: LayerSharding) -> list[str]:
     cut = shown.sharding.cut
     if degrees.tp > 1:
         # Norms and small projections, which all tensor-parallel ranks have, are not drawn apart.
-        cut = (
-            f"Tensor parallelism cuts its matrices over {degrees.tp} ranks (norms are whole on each). "
-            f"Of what such a rank has: {cut[0].lower()}{cut[1:]}"
-        )
+        first_cut = f"Tensor parallelism first cuts its matrices over {degrees.tp} ranks"
+        cut = f"{first_cut} (norms are whole on each). {cut}"
     if shown.sharding.experts is not None:
         cut += f" Its experts are spread over {degrees.ep} expert-parallel ranks."
     sentences.append(f"{cut} ({shown.sharding.source})")
@@ -116,18 +114,18 @@ def _render_key() -> str:
 def _render_table(shown: LayerSharding) -> str:
     if not shown.exchanges:
         return "<p>No collective moves this layer.</p>"
-    unit = Unit.for_column(one.num_bytes for one in shown.exchanges)
+    # Each size in its own unit, as the words above the figure have it.
     rows = "".join(
         f"<tr><th scope='row'>{escape(PHASES[one.phase])}</th>"
         f"<td class='ss-text'>{escape(format_part(one.part))}</td>"
         f"<td class='ss-text'>{one.collective.replace('_', '-')}</td><td>{one.ranks:,}</td>"
-        f"<td>{format_three_digits(one.num_bytes / unit.num_bytes)}</td><td>{one.times:,.4g}</td></tr>"
+        f"<td>{format_size(one.num_bytes)}</td><td>{one.times:,.4g}</td></tr>"
         for one in shown.exchanges
     )
     return (
         "<div class='ss-scroll' tabindex='0' role='group' aria-label='Collectives of the layer'>"
         "<table class='ss-table'><thead><tr><th scope='col'>when</th>"
         "<th scope='col' class='ss-text'>what</th><th scope='col' class='ss-text'>collective</th>"
-        f"<th scope='col'>ranks</th><th scope='col'>{unit.name} of a call</th>"
+        "<th scope='col'>ranks</th><th scope='col'>size of a call</th>"
         f"<th scope='col'>calls a step</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )

@@ -437,11 +437,24 @@ def test_fit_search_skips_superseded_plans(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(searched) <= 2 and searched[-1] == plans[-1]
 
 
-def test_standalone_view_shows_the_fitting_plan_after_make_it_fit() -> None:
-    view = MemoryView(build_plan(micro_batch_size=2))
+def test_standalone_view_shows_the_fitting_plan_says_what_changed_and_undoes_it() -> None:
+    plan = build_plan(micro_batch_size=2)
+    view = MemoryView(plan)
+    assert view.undo is not None and view.undo.layout.display == "none"
     assert wait_until(lambda: view.repairs.make_it_fit.layout.display == "", 60)
+    change = view.repairs.fit_words.value.partition(":")[0]
     view.repairs.make_it_fit.click()
     assert view.plan is not None and fits(view.plan, view.plan.memory())
+    assert view.caption.value.startswith(f"<b>with {change[0].lower()}{change[1:]}</b> · ")
+    # A further change counts from the same plan.
+    wait_until(lambda: not view.repairs.make_it_fit.disabled)
+    assert read_offers(view)
+    view.repairs.buttons.children[0].click()
+    assert view.plan != plan and view.caption.value.startswith(f"<b>with {change[0].lower()}{change[1:]}, ")
+    view.undo.click()
+    assert view.plan == plan and not view.caption.value.startswith("<b>with")
+    assert view.undo.layout.display == "none"
+    assert MemoryView(plan, on_apply=lambda plan: None).undo is None, "a Studio has its inputs"
 
 
 def test_oversized_plan_is_offered_only_changes_that_make_it_fit() -> None:

@@ -54,6 +54,8 @@ def test_fsdp2_gathers_a_layer_frees_it_and_scatters_its_gradients() -> None:
     assert not read_parts(view, 1, own=True) and not read_parts(view, 0, own=False)
     view.step = find_step(view, "forward")
     assert "all-gather of 416 MiB over 8 ranks" in read_words(view)
+    table = view.table.value.replace("\N{NO-BREAK SPACE}", " ")
+    assert "<td>416 MiB</td>" in table and "<td>832 MiB</td>" in table, "as the words have it"
     assert read_parts(view, 0, own=False) == [(rank, 0, 1) for rank in range(8)]
     assert "104 MiB kept" in read_heads(view)
     assert "+ 416 MiB all-gathered" in read_heads(view)
@@ -95,8 +97,26 @@ def test_pipeline_says_which_stage_holds_the_layer_and_tensor_parallelism_what_i
     assert "stage 3, ranks 6 to 7: nothing" in heads
     assert read_parts(view, 0, own=True) == [(1, 0, 0.5), (2, 0.5, 1)]
     view.step = find_step(view, "forward")
-    assert "tensor parallel: all-reduce" in read_words(view)
+    # Sequence parallelism, Megatron's default, has a pair of collectives in place of the all-reduce.
+    assert "tensor parallel: all-gather" in read_words(view)
+    assert "tensor parallel: reduce-scatter" in read_words(view) and "all-reduce" not in read_words(view)
     assert "the stage's last layer on" in read_words(view)
+    view = ShardingView(build_plan(ss.Layout.megatron(tp=2, pp=4, sequence_parallel=False)), layer=17)
+    view.step = find_step(view, "forward")
+    assert "tensor parallel: all-reduce" in read_words(view) and "all-gather" not in read_words(view)
+
+
+def test_tensor_parallel_slices_say_what_data_parallelism_does_with_them() -> None:
+    def read_heading(layout: ss.Layout) -> str:
+        return ShardingView(build_plan(layout, batch=128)).heading.value
+
+    alone = read_heading(ss.Layout.megatron(tp=8))
+    assert "over 8 ranks (norms are whole on each). There is one data-parallel rank" in alone
+    assert "distributed_optimizer" not in alone
+    assert "distributed_optimizer=False" in read_heading(
+        ss.Layout.megatron(tp=4, distributed_optimizer=False)
+    )
+    assert "on each). ZeRO-0 shards nothing" in read_heading(ss.Layout.zero(stage=0, tp=2))
 
 
 def test_many_ranks_are_collapsed_with_a_line_that_says_so() -> None:
@@ -129,7 +149,15 @@ def test_one_rank_needs_no_collective() -> None:
     assert "No collective" in view.table.value
     for step in range(view.figure.num_steps):
         view.step = step
-        assert read_words(view)
+        assert read_words(view) and ", nothing." not in read_words(view)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_that_are_all_reduced_are_whole_before(stage: int) -> None:
+    view = ShardingView(build_plan(ss.Layout.zero(stage)))
+    view.step = find_step(view, "backward")
+    assert "gradients of all weights on a rank, 416 MiB." in read_words(view)
+    assert "416 MiB unreduced" in read_heads(view) or "416 MiB buffer" in read_heads(view)
 
 
 def test_plan_whose_memory_has_no_formula_says_so() -> None:

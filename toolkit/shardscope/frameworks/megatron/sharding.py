@@ -85,7 +85,9 @@ def _shard_buffer(
         buffers_gradients=True,
         keeps_whole_buffer=True,
     )
-    if not layout.distributed_optimizer or ranks == 1:
+    if ranks == 1:
+        return state._replace(cut="There is one data-parallel rank, so nothing is sharded further.")
+    if not layout.distributed_optimizer:
         return state
     buckets = count_buckets(plan, stage, total)
     owned = _slice_buckets(start, elements, ceil_div(total, buckets), ranks)

@@ -133,6 +133,11 @@ class MeasuredMemory(MemoryReport):
             return None
         return sum_predicted_tensors(self.predicted) / self.tensor_bytes - 1
 
+    def _describe_peak_phase(self) -> str:
+        # A logged total has no phase.
+        is_total = all({*phase.terms} <= {OTHER} for phase in self.worst_stage.phases)
+        return " (a total, of no known phase)" if is_total else super()._describe_peak_phase()
+
     @property
     def lacks_optimizer(self) -> bool:
         """Return whether the measured step, the first of its run, began without optimizer state."""
