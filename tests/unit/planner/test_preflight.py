@@ -713,7 +713,7 @@ def test_the_fix_of_a_tied_checkpoint_keeps_offload() -> None:
     ("model", "cluster", "layout", "cost"),
     [
         ("llama-3.2-1b", "2x8xh100-sxm-80gb", ss.Layout.zero(stage=3), ""),
-        ("llama-3.2-1b", "8xl40s-48gb", ss.Layout.zero(stage=2), "3 % slower"),
+        ("llama-3.2-3b", "8xl40s-48gb", ss.Layout.zero(stage=2), "5 % slower"),
         ("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.zero(stage=2), "33 % faster"),
         # FSDP2's defaults take over 10 % longer.
         ("llama-3.2-3b", "8xh100-pcie-80gb", ss.Layout.zero(stage=2), "17 % faster"),

@@ -65,6 +65,8 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     base, trained = ranks * count_base_shard(plan, stage, ranks), ranks * stage.trainable_shard
     adapters = trained if plan.recipe.has_adapters else 0
     gathered, reduced = (base + adapters) * width.compute, trained * width.reduce
+    # The root's parameters stay from forward to backward: fully_shard does not reshard the root by default.
+    root = ranks * stage.edge_shard
 
     # How often a step all-gathers and reduces. In a pipeline stage, each forward before the first backward
     # all-gathers (1F1B has at most pp of them); from then on the stage keeps its parameters.
@@ -88,7 +90,19 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         transfers.append(reduction._replace(times=waiting, overlaps_with="nothing"))
     if reshard:
         resharded_ranks = ranks if reshard is True else int(reshard)
-        transfers.append(gather._replace(ranks=resharded_ranks, times=backwards, overlaps_with="backward"))
+        again = gathered - root * width.compute
+        transfers.append(
+            Transfer(
+                "gathers",
+                "all_gather",
+                again,
+                resharded_ranks,
+                stride,
+                backwards,
+                stage.num_layers,
+                "backward",
+            )
+        )
     replicas = Transfer(
         "gradients",
         "all_reduce",
@@ -111,12 +125,13 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         return where(ranks == 1, stored_width, width.compute) + width.compute
 
     copied = base * count_copied(base_width) + adapters * count_copied(width.original)
+    copied_again = copied - root * count_copied(base_width)
     # Each micro-batch's gradients are copied, or added up in a pipeline; the padding is written once for each
     # reduce-scatter.
     padding = reduced - stage.trainable * width.reduce
     traffic = StateTraffic(
         tuple(transfers),
-        copied_for_gathers=(forwards + backwards) * copied,
+        copied_for_gathers=forwards * copied + backwards * copied_again,
         copied_for_gradients=micro_batches * stage.trainable * (width.compute + width.reduce)
         + reductions * padding,
         updated=stage.trainable_shard,
@@ -129,7 +144,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     returned = stage.trainable_shard * width.original
     return traffic._replace(
         fetched_forward=forwards * fetched,
-        fetched_backward=backwards * fetched,
+        fetched_backward=backwards * (fetched - root * base_width / ranks),
         returned_backward=where(degrees.replicate > 1, 1, reductions - waiting) * returned,
         returned_waiting=waiting * returned,
         updated=0.0,
