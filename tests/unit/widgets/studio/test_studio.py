@@ -301,6 +301,27 @@ def test_invalid_input_disables_launch_and_suggested_fixes(studio: Studio) -> No
     assert "ss-stale" not in studio._dom_classes
 
 
+def test_changes_of_the_memory_tab_do_not_replace_what_is_being_typed(studio: Studio) -> None:
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"],
+        ss.Cluster.parse("8xa100-sxm-80gb"),
+        ss.Recipe(micro_batch_size=8),
+        ss.Layout.fsdp2(),
+    )
+    studio.apply(plan)
+    repairs = studio.memory.repairs
+    repairs.show_repairs(studio.plan, studio.plan.memory())
+    chips = repairs.buttons.children
+    assert chips and not any(chip.disabled for chip in chips)
+    studio.recipe.boxes["seq_len"].value = "4O96"
+    assert studio.is_wrong and all(button.disabled for button in (*chips, repairs.make_it_fit))
+    repairs.show_repairs(studio.plan, studio.plan.memory())  # a search that ends only now
+    assert all(chip.disabled for chip in chips)
+    studio.recipe.boxes["seq_len"].value = "2048"
+    repairs.show_repairs(studio.plan, studio.plan.memory())
+    assert not any(chip.disabled for chip in repairs.buttons.children)
+
+
 def test_an_error_of_the_plan_goes_when_the_value_it_is_about_becomes_invalid(studio: Studio) -> None:
     count, batch = studio.cluster.count, studio.recipe.rows["global_batch_size"]
     count.value = "3"
