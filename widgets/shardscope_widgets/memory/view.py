@@ -95,10 +95,6 @@ class MemoryView(View):
             self._redraw()
         self.repairs.show_repairs_later(plan, report)
 
-    def freeze(self, frozen: bool) -> None:
-        """Disable the changes of the plan while an input is invalid."""
-        self.repairs.freeze(frozen)
-
     def add(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Store a rehearsed or measured report; it is shown whenever its plan is."""
         with self._lock:

@@ -330,7 +330,8 @@ class Studio(View):
         self.launch.blocked = WRONG_INPUT if wrong else ""
         self.fit.button.disabled = wrong
         self.export_panel.is_blocked = wrong
-        for page in ("memory", "plans", "checks", "script"):
+        self.memory.repairs.freeze(wrong)
+        for page in ("plans", "checks", "script"):
             if page in vars(self):
                 getattr(self, page).freeze(wrong)
 
