@@ -420,6 +420,15 @@ def test_equal_ranks_are_rarely_named() -> None:
     assert named <= 4
 
 
+@pytest.mark.parametrize("num_calls", [2, 40, 600])
+def test_ranks_that_are_late_in_turn_need_no_more_steps(tmp_path: Path, num_calls: int) -> None:
+    delays = np.zeros((num_calls, 2), int)
+    delays[::2, 0] = delays[1::2, 1] = 20_000
+    text = load_ranks(tmp_path, make_arrivals(delays)).stragglers().text
+    assert ("Record more steps" in text) is (num_calls < 30)
+    assert text.startswith("Stragglers: none. Rank 0 arrives") is (num_calls >= 30)
+
+
 @pytest.mark.parametrize("num_calls", [30, 600])
 def test_a_slow_rank_is_named_with_what_it_costs(tmp_path: Path, num_calls: int) -> None:
     delays = np.random.default_rng(1).integers(0, 1_000, (num_calls, 8))
