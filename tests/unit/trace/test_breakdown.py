@@ -211,6 +211,24 @@ def test_a_thread_that_waits_inside_an_operator_does_not_compute(tmp_path: Path)
     assert to_ns(row["idle_seconds"]) == 26
 
 
+def test_an_operator_that_is_dispatched_in_python_does_not_hide_communication(tmp_path: Path) -> None:
+    """DTensor runs the operator on each rank's shard inside of it, and waits for its collectives there."""
+    events = [
+        operator(0, 100, "aten::mm"),
+        operator(5, 95, "PythonSubclass"),
+        operator(10, 60, "Redistribute"),
+        operator(20, 55, "_c10d_functional::wait_tensor"),
+        annotation(20, 50, "gloo:all_gather", tid=200),
+        operator(65, 90, "aten::mm"),
+    ]
+    trace = load_ranks(tmp_path, {0: events})
+    (row,) = trace.breakdown()
+    assert to_ns(row["compute_seconds"]) == 25
+    assert to_ns(row["exposed_communication_seconds"]) == 30 and row["overlapped_seconds"] == 0
+    (path,) = (path for path in trace.critical_path() if path["name"] == "aten::mm")
+    assert (path["kind"], to_ns(path["seconds"])) == ("compute", 25)
+
+
 def test_idle_causes_of_a_gpu(tmp_path: Path) -> None:
     """A gap is host-bound only if the next kernel was launched after the gap had begun."""
     events = [

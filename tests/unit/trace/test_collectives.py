@@ -228,6 +228,47 @@ def test_groups_of_calls_at_unrelated_times_stay_unknown(tmp_path: Path) -> None
     assert all(row["transfer_seconds"] is None and row["axis"] == "" for row in rows)
 
 
+def test_the_shapes_of_a_request_say_how_many_ranks_a_group_of_gloo_has(tmp_path: Path) -> None:
+    """All ranks reduce their gradients at a time, each with its data-parallel group of two."""
+    ranks, info = make_gloo_mesh()
+    shapes = {"Input Dims": [[500], [1000]], "Input type": ["float", "float"]}
+    for number in range(3):
+        now = 10_000_000 + 3_000_000 * number
+        for rank, events in ranks.items():
+            # The ranks of dp leave at once, and all four within twice the time.
+            left = now + 2_000_000 + 2_000 * (rank % 2) + 1_500 * (rank // 2)
+            events.append(operator(now, left, "c10d::_reduce_scatter_base_", **shapes))
+            full = {"Input Dims": [[1000]], "Input type": ["float"]}
+            events.append(annotation(now, left, "gloo:all_reduce", 200, **full))
+    trace = load_ranks(tmp_path, ranks, info=info)
+    calls = trace.collectives()
+    gradients = [row for row in calls if row["num_bytes"] == 4000]
+    assert {row["axis"] for row in gradients} == {"dp"} and len(gradients) == 12
+    # Groups of two ranks: the factor of an all-reduce is one.
+    assert all(row["bus_bandwidth"] == row["algorithm_bandwidth"] for row in gradients)
+    assert all(row["is_reduce_scatter"] == (row["num_bytes"] == 4000) for row in calls)
+    exposed = [one.text for one in trace.summary().findings if one.text.startswith("Exposed all-reduce")]
+    assert ["gloo runs them" in text for text in exposed] == [" of dp: " in text for text in exposed]
+
+
+def test_messages_of_gloo_are_those_of_pipeline_stages(tmp_path: Path) -> None:
+    shape = {"Input Dims": [[8]], "Input type": ["float"]}
+    ranks = {
+        rank: [operator(0, 10), annotation(10, 20, f"gloo:{name}", 200, **shape)]
+        for rank, name in ((0, "send"), (1, "recv"))
+    }
+    trace = load_ranks(tmp_path, ranks, info={"backend": "gloo"})
+    cluster, recipe = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe()
+    for layout, axis in (
+        (ss.Layout.fsdp2(pp=2), "pp"),
+        (ss.Layout.megatron(cp=2), "cp"),
+        (ss.Layout.megatron(cp=2, pp=2), ""),
+    ):
+        plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, layout)
+        assert {row["axis"] for row in trace.collectives(plan)} == {axis}
+    assert {row["axis"] for row in trace.collectives()} == {""}
+
+
 @given(st.lists(gpu_events(), min_size=1, max_size=3))
 def test_exposed_times_add_up_and_nothing_is_negative(ranks: list[Events]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -377,6 +418,15 @@ def test_equal_ranks_are_rarely_named() -> None:
                 row["is_straggler"] for row in load_ranks(Path(folder), make_arrivals(delays)).stragglers()
             )
     assert named <= 4
+
+
+@pytest.mark.parametrize("num_calls", [2, 40, 600])
+def test_ranks_that_are_late_in_turn_need_no_more_steps(tmp_path: Path, num_calls: int) -> None:
+    delays = np.zeros((num_calls, 2), int)
+    delays[::2, 0] = delays[1::2, 1] = 20_000
+    text = load_ranks(tmp_path, make_arrivals(delays)).stragglers().text
+    assert ("Record more steps" in text) is (num_calls < 30)
+    assert text.startswith("Stragglers: none. Rank 0 arrives") is (num_calls >= 30)
 
 
 @pytest.mark.parametrize("num_calls", [30, 600])

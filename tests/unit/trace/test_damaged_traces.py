@@ -196,7 +196,17 @@ def test_fault_38_one_truncated_rank_of_a_folder_stays_aligned(tmp_path: Path) -
     assert "rank 1: 1 file that ends in the middle" in notes_of(trace)
 
 
-@pytest.mark.parametrize("content", [b'{"model_type": "llama"}', b"", b"no json", b"\x1f\x8b\x08\x00"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"model_type": "llama"}',
+        b'[{"text": "a sample"}, {"text": "to train on"}]',
+        b"[1, 2, 3]",
+        b"",
+        b"no json",
+        b"\x1f\x8b\x08\x00",
+    ],
+)
 def test_fault_38_a_stray_file_in_a_folder_is_left_out(tmp_path: Path, content: bytes) -> None:
     write_rank(tmp_path, 0, world_size=1)
     (tmp_path / "config.json").write_bytes(content)
@@ -204,6 +214,23 @@ def test_fault_38_a_stray_file_in_a_folder_is_left_out(tmp_path: Path, content: 
     assert len(trace) == NUM_EVENTS
     assert len(trace.notes) == 1 and trace.notes[0].startswith("left out: ")
     assert str(tmp_path / "config.json") in trace.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "fix"),
+    [
+        (b'{"traceEvents": [{"ph": "X", "na', "record it again"),
+        (bytes(1000), "record it again"),
+        (b"\x80\x04.", "give what torch.profiler exported"),
+        (b"\x28\xb5\x2f\xfd", "give what torch.profiler exported"),
+    ],
+)
+def test_other_files_are_not_to_be_recorded_again(tmp_path: Path, content: bytes, fix: str) -> None:
+    """A snapshot of the memory or a trace in zstd is no trace that was cut."""
+    path = tmp_path / "rank-0.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"rank-0.json is not JSON: .* Fix: {fix}"):
+        Trace.load(path)
 
 
 def test_fault_38_of_two_recordings_of_a_rank_the_latest_is_shown(tmp_path: Path) -> None:

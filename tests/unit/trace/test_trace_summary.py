@@ -478,6 +478,20 @@ def test_parts_of_a_plan_beside_their_measurement(tmp_path: Path) -> None:
         assert "matmuls" in shown and "matrices" not in shown
 
 
+def test_kernels_inside_of_a_loss_are_the_loss(tmp_path: Path) -> None:
+    """Megatron's loss consists of pointwise kernels; a fused loss has the output layer's matmul inside."""
+    events = [
+        step(0, 0, 1000),
+        operator(0, 100, "_VocabParallelCrossEntropy"),
+        launch(10, 20, 1),
+        launch(30, 40, 2),
+        kernel(100, 400, "vectorized_elementwise_kernel", correlation=1),
+        kernel(400, 900, "ampere_bf16_s16816gemm", correlation=2),
+    ]
+    measured = {row["part"]: row["measured_seconds"] for row in load(tmp_path, {0: events}).compare(PLAN)}
+    assert [to_us(measured[part] or 0) for part in ("loss", "matrices", "elementwise")] == [300, 500, 0]
+
+
 @given(gpu_events())
 def test_measured_parts_add_up_to_the_step(events: Events) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -68,6 +68,7 @@ class RepairsPanel(widgets.VBox):
         self._fit: Fit | None = None
         self._requested: tuple[ss.Plan, MemoryReport] | None = None
         self._shown_plan: ss.Plan | None = None
+        self._is_frozen = False
         self._pause = Debounced(self._show_requested, PAUSE_SECONDS)
         self.make_it_fit = controls.create_button("Make it fit", "ss-button", layout=widgets.Layout())
         self.make_it_fit.on_click(lambda _: self._apply_fit())
@@ -150,9 +151,15 @@ class RepairsPanel(widgets.VBox):
             chip.close()
         super().close()
 
-    def _disable_buttons(self, frozen: bool) -> None:
+    def freeze(self, frozen: bool) -> None:
+        """Disable the buttons while an input is invalid: a change would replace what the user typed."""
+        self._is_frozen = frozen
+        # Without a plan shown, they stay disabled until its changes are found.
+        self._disable_buttons(self._shown_plan is None)
+
+    def _disable_buttons(self, disabled: bool) -> None:
         for button in (self.make_it_fit, *self._chips):
-            button.disabled = frozen
+            button.disabled = disabled or self._is_frozen
 
     def _make_chip(self, index: int) -> widgets.Button:
         chip = controls.create_button("", "ss-chip")

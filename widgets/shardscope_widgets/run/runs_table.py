@@ -9,6 +9,7 @@ from html import escape
 from math import isfinite
 
 from shardscope.core.number_format import format_count
+from shardscope.planner.advice.descriptions import name_plan
 from shardscope.runs.summaries import RunSummary
 from shardscope_widgets.kit.display_names import describe_devices, name_model
 from shardscope_widgets.run.run_html import format_duration, render_status_sign
@@ -50,7 +51,7 @@ def render_runs_table(
 
 
 def describe_plan(summary: RunSummary) -> str:
-    """Return ``Llama 3.1 8B on 8 × H100 SXM 80 GB, FSDP2 shard 8`` as text, after the job of a cluster."""
+    """Return ``Llama 3.1 8B on 8 × H100 SXM 80 GB, FSDP2 (tp 2)`` as text, after the job of a cluster."""
     plan = summary.plan
     if plan is None:
         return "plan cannot be read"
@@ -58,7 +59,7 @@ def describe_plan(summary: RunSummary) -> str:
     model, gpus = name_model(plan.architecture), describe_devices(plan.cluster)
     target = summary.run.target if summary.run is not None else ""
     # The job before the plan: a narrow list cuts what is last.
-    return (f"{target} · " if target else "") + f"{model} on {gpus}, {plan.layout.description}{method}"
+    return (f"{target} · " if target else "") + f"{model} on {gpus}, {name_plan(plan, plan.recipe)}{method}"
 
 
 def format_time(created: float, now: float | None = None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.planner.advice.descriptions import name_plan
@@ -13,6 +15,14 @@ from shardscope_widgets.memory.fit_search import Result
 from shardscope_widgets.memory.repairs import describe_no_fit, name_changes, name_difference
 from shardscope_widgets.studio.head import write_fit_question
 from shardscope_widgets.studio.inputs import StudioInputs
+
+_TASK_LABELS = {
+    "num_steps": "steps",
+    "learning_rate": "learning rate",
+    "warmup": "warm-up",
+    "profile": "record a trace",
+}
+"""Field of a task -> name of its input in a notice, where that is not the field's own name."""
 
 
 class PlanChanges:
@@ -47,6 +57,24 @@ class PlanChanges:
         message = f"Applied: {', '.join(changes)}." if changes else "Applied the fix."
         self._notice.show_message(message, {"Undo": lambda: self._undo(plan, before)})
 
+    def apply_task(self, boxes: Mapping[str, widgets.ValueWidget], set_inputs: Callable[[], None]) -> None:
+        """Set ``boxes``, the inputs of the task by field, with ``set_inputs`` to what a finding suggests."""
+        before = {field: box.value for field, box in boxes.items()}
+        set_inputs()
+        after = {field: box.value for field, box in boxes.items() if box.value != before[field]}
+
+        def undo() -> None:
+            for field, value in after.items():
+                if boxes[field].value == value:  # Not typed over since then.
+                    boxes[field].value = before[field]
+
+        changes = [
+            f"{_TASK_LABELS.get(field, field)} {_show_input(before[field])} → {_show_input(value)}"
+            for field, value in after.items()
+        ]
+        if changes:
+            self._notice.show_message(f"Applied: {', '.join(changes)}.", {"Undo": undo})
+
     def apply_traced(self, before: ss.Plan, plan: ss.Plan) -> None:
         """Apply the change of a traced run's plan that a sentence of its trace suggests."""
         self._apply(plan)
@@ -80,3 +108,8 @@ class PlanChanges:
         """Restore ``before``, and reset the framework of the plan that is undone."""
         self._apply(before)
         self._inputs.layout.reset_framework(undone.layout.framework)
+
+
+def _show_input(value: object) -> str:
+    """Return the value of an input of the task; an empty one takes the default."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value) or "default"

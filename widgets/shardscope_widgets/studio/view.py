@@ -330,6 +330,7 @@ class Studio(View):
         self.launch.blocked = WRONG_INPUT if wrong else ""
         self.fit.button.disabled = wrong
         self.export_panel.is_blocked = wrong
+        self.memory.repairs.freeze(wrong)
         for page in ("plans", "checks", "script"):
             if page in vars(self):
                 getattr(self, page).freeze(wrong)
@@ -437,11 +438,25 @@ class Studio(View):
         self._pause.request()
 
     def _apply_task(self, task: object) -> None:
+        """Set the inputs to ``task``, which a finding suggests."""
+        options = self.options
         if isinstance(task, ss.Finetune) and self.task.form is not None:
-            rate = task.learning_rate
-            self.finetune.form.settings.set_fields({"learning_rate": "" if rate is None else f"{rate:g}"})
+            settings, rate = self.finetune.form.settings, task.learning_rate
+            now = self._build_finetune(self.plan)
+            fields: dict[str, object] = {"learning_rate": "" if rate is None else f"{rate:g}"}
+            for name in ("schedule", "warmup"):
+                if getattr(now, name, None) != getattr(task, name):
+                    fields[name] = getattr(task, name)
+
+            def set_form() -> None:
+                settings.set_fields(fields)
+                options.profile.value = task.profile is True
+
+            self._changes.apply_task({**settings.boxes, "profile": options.profile}, set_form)
         elif isinstance(task, ss.Pretrain | ss.Finetune):
-            self.options.set_task(task, limit_rate(ss.Pretrain.learning_rate, self.plan))
+            rate = limit_rate(ss.Pretrain.learning_rate, self.plan)
+            boxes = {**options.boxes, "profile": options.profile}
+            self._changes.apply_task(boxes, lambda: options.set_task(task, rate))
 
     def _on_pause(self) -> None:
         self._show_recommendations()

@@ -6,6 +6,7 @@ from html import escape
 
 import shardscope as ss
 from shardscope.core.number_format import format_count
+from shardscope.planner.advice.descriptions import name_plan
 from shardscope.planner.differences import find_differences
 from shardscope.runs.summaries import summarize
 from shardscope.trace import Trace
@@ -29,7 +30,7 @@ def render_title(trace: Trace, run: ss.Run | None) -> str:
         what = "" if trace.trains_the_plan else "a function of your own, launched with the plan "
         model, devices = name_model(plan.architecture), describe_devices(plan.cluster)
         what += f"<b>{escape(model)}</b> on <b>{escape(devices)}</b> with "
-        what += f"<b>{escape(plan.layout.description)}</b>"
+        what += f"<b>{escape(name_plan(plan, plan.recipe))}</b>"
     return f"<p class='ss-trace-title'>{title}: {what}</p>"
 
 
@@ -58,6 +59,10 @@ def describe_differences(trace: Trace, other: Trace) -> str:
             text = f"model {' → '.join(names)}"
             if names[0] == names[1]:
                 text = "another model of the same name and size"
+        elif difference.field == "framework":
+            # With the degrees of both, of which another framework's are no difference of their own.
+            layouts = [name_plan(plan, plan.recipe) for plan in (trace.plan, other.plan)]
+            text = f"framework {' → '.join(layouts)}"
         elif difference.field == "GPUs":
             devices = [describe_devices(plan.cluster) for plan in (trace.plan, other.plan)]
             if devices[0] == devices[1]:

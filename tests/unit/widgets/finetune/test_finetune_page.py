@@ -221,3 +221,24 @@ def test_a_checks_fix_of_the_rate_sets_the_forms_input(studio: Any) -> None:
     box.value = "0.5"
     studio._apply_task(replace(studio.launch.task, learning_rate=3e-4))
     assert box.value == "0.0003" and studio.launch.task.learning_rate == 3e-4
+    assert "learning rate 0.5 → 0.0003" in studio.notice.value
+    studio.notice._handle_action("Undo")
+    assert box.value == "0.5"
+
+
+def test_every_fix_of_a_fine_tune_in_the_form_is_applied(studio: Any) -> None:
+    Path("whale.txt").write_text("Call me Ishmael. Some years ago. " * 3000)
+    fill(studio, data="whale.txt")
+    studio.options.profile.value = False
+    boxes = studio.finetune.form.settings.boxes
+    boxes["schedule"].value = "constant"
+    for name, shown in (
+        ("never-profiled", "record a trace off → on"),
+        ("short-warm-up", "schedule constant → constant_with_warmup, warm-up default → "),
+    ):
+        studio.tabs.value = "Checks"
+        assert name in [finding.name for finding in studio.findings]
+        studio.checks.show(studio.findings)
+        studio.checks._handle_action(name)
+        assert shown in studio.notice.value
+        assert name not in [finding.name for finding in studio.findings]

@@ -301,6 +301,43 @@ def test_invalid_input_disables_launch_and_suggested_fixes(studio: Studio) -> No
     assert "ss-stale" not in studio._dom_classes
 
 
+def test_a_fix_of_the_task_can_be_undone(studio: Studio) -> None:
+    steps = studio.options.steps
+    steps.value = "4000"
+    studio.checks.show(studio.findings)
+    (finding,) = (one for one in studio.checks.findings if one.name == "text-read-many-times")
+    studio.checks._handle_action(finding.name)
+    fewer = steps.value
+    assert int(fewer) < 4000 and f"Applied: steps 4000 → {fewer}." in studio.notice.value
+    studio.notice._handle_action("Undo")
+    assert steps.value == "4000" and not studio.notice.value
+    studio.checks._handle_action(finding.name)
+    steps.value = "7"
+    studio.notice._handle_action("Undo")
+    assert steps.value == "7", "what the user has typed since then stays"
+
+
+def test_changes_of_the_memory_tab_do_not_replace_what_is_being_typed(studio: Studio) -> None:
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"],
+        ss.Cluster.parse("8xa100-sxm-80gb"),
+        ss.Recipe(micro_batch_size=8),
+        ss.Layout.fsdp2(),
+    )
+    studio.apply(plan)
+    repairs = studio.memory.repairs
+    repairs.show_repairs(studio.plan, studio.plan.memory())
+    chips = repairs.buttons.children
+    assert chips and not any(chip.disabled for chip in chips)
+    studio.recipe.boxes["seq_len"].value = "4O96"
+    assert studio.is_wrong and all(button.disabled for button in (*chips, repairs.make_it_fit))
+    repairs.show_repairs(studio.plan, studio.plan.memory())  # a search that ends only now
+    assert all(chip.disabled for chip in chips)
+    studio.recipe.boxes["seq_len"].value = "2048"
+    repairs.show_repairs(studio.plan, studio.plan.memory())
+    assert not any(chip.disabled for chip in repairs.buttons.children)
+
+
 def test_an_error_of_the_plan_goes_when_the_value_it_is_about_becomes_invalid(studio: Studio) -> None:
     count, batch = studio.cluster.count, studio.recipe.rows["global_batch_size"]
     count.value = "3"

@@ -242,6 +242,13 @@ def test_a_trace_is_compared_with_that_of_another_run_in_the_folder(tmp_path: Pa
     assert difference == runs[0].trace().diff(runs[1].trace()).text
 
 
+def test_another_framework_is_named_with_the_degrees_of_both(tmp_path: Path) -> None:
+    here = write_traced_run(tmp_path / "here", "fsdp2").trace()
+    there = write_traced_run(tmp_path / "there", "megatron").trace()
+    here.plan = replace(here.plan, layout=ss.Layout.fsdp2(tp=2))
+    assert "framework FSDP2 (tp 2) → Megatron-core (tp 2)" in describe_differences(here, there)
+
+
 def test_the_title_names_the_run_of_the_trace(tmp_path: Path) -> None:
     """The Studio around it may show another plan, and the trace may be an earlier run's."""
     run = write_traced_run(tmp_path, "ddp")

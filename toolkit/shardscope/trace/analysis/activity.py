@@ -33,7 +33,8 @@ DATA_LOADING = re.compile(r"DataLoader|data_loading|load_batch|next_batch|wait_f
 
 # Operators that only call others: their own time is dispatch, Python or blocking, not arithmetic.
 _AUTOGRAD_NODES = re.compile(r"autograd::engine::|torch::autograd::|.*Backward\d*$")
-_CONTAINERS = re.compile(rf"{_AUTOGRAD_NODES.pattern}|c10d::|_c10d_functional::|record_param_comms$")
+_COLLECTIVE_CALLS = re.compile(r"c10d::|_c10d_functional::|record_param_comms$")
+_CONTAINERS = re.compile(rf"{_AUTOGRAD_NODES.pattern}|{_COLLECTIVE_CALLS.pattern}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,30 +202,58 @@ class Activity:
 
     @cached_property
     def _is_cpu_compute(self) -> Mask:
-        trace = self.trace
         if self.rank_has_gpu.all():
-            return np.zeros(len(trace), dtype=bool)
-        is_runtime = self.mask_categories(RUNTIME_CATEGORIES)
-        is_operator = ~self.on_gpu & ~self.is_wrapper & ~is_runtime
-        # Names without a namespace are Python functions (autograd.Function, record_function): they may wait
-        # for communication inside, so they count only if nothing was recorded inside of them.
-        is_leaf = np.ones(len(trace), dtype=bool)
-        is_leaf[trace.parents[trace.parents >= 0]] = False
-        is_named = np.array(["::" in name for name in trace.names], dtype=bool)
-        is_container = self.mask_names(_CONTAINERS, "match")
-        is_operator &= ~is_container & (is_named[trace.name_index] | is_leaf) if len(trace) else is_operator
+            return np.zeros(len(self.trace), dtype=bool)
+        is_operator: Mask = self._is_operator & ~self._is_dispatched_in_python
         # Operators on gloo's own thread inside a collective are part of the collective.
         candidates = np.flatnonzero(is_operator & self._is_on_collective_track)
         is_operator[candidates[self.find_around(candidates, self.is_host_collective) >= 0]] = False
         return is_operator
 
     @cached_property
+    def _is_call(self) -> Mask:
+        """Mask of operators and functions on the CPU."""
+        return ~self.on_gpu & ~self.is_wrapper & ~self.mask_categories(RUNTIME_CATEGORIES)
+
+    @cached_property
+    def _is_operator(self) -> Mask:
+        """Mask of operators on the CPU, without those that only call others."""
+        trace = self.trace
+        if not len(trace):
+            return self._is_call
+        # Names without a namespace are Python functions (autograd.Function, record_function): they may wait
+        # for communication inside, so they count only if nothing was recorded inside of them.
+        is_leaf = np.ones(len(trace), dtype=bool)
+        is_leaf[trace.parents[trace.parents >= 0]] = False
+        is_named = np.array(["::" in name for name in trace.names], dtype=bool)
+        is_container = self.mask_names(_CONTAINERS, "match")
+        return np.asarray(self._is_call & ~is_container & (is_named[trace.name_index] | is_leaf))
+
+    @cached_property
+    def _is_dispatched_in_python(self) -> Mask:
+        """Mask of operators around functions, such as those of DTensor, which communicate inside of them.
+
+        The time of such an operator is that of the operators inside; the rest is Python and waiting.
+        """
+        parents_of = self.trace.parents
+        is_dispatched = np.zeros(len(self.trace), dtype=bool)
+        parents = np.unique(parents_of[self._is_call & ~self._is_operator])
+        while len(parents := parents[parents >= 0]):
+            is_dispatched[parents[self._is_operator[parents]]] = True
+            parents = np.unique(parents_of[parents])
+        return is_dispatched
+
+    @cached_property
     def is_wrapper_of_compute(self) -> Mask:
-        """Mask of wrappers, and of autograd's nodes with operators that compute inside.
+        """Mask of wrappers, and of autograd's nodes and Python's dispatch with operators that compute inside.
 
         Of ``evaluate_function: MmBackward0`` the time belongs to the matmul inside.
         """
-        is_node = self.mask_names(_AUTOGRAD_NODES, "match")
+        is_node = self.mask_names(_AUTOGRAD_NODES, "match") | self._is_dispatched_in_python
+        functions = np.flatnonzero(
+            self._is_call & ~self._is_operator & ~self.mask_names(_COLLECTIVE_CALLS, "match")
+        )
+        is_node[functions[self.find_around(functions, self._is_dispatched_in_python) >= 0]] = True
         around = self.is_wrapper.copy()
         parents = np.unique(self.trace.parents[self.is_compute])
         while len(parents := parents[parents >= 0]):

@@ -38,6 +38,8 @@ KINDS = (
 UNKNOWN_KIND = "communication"
 """Kind of a call of which neither the name nor the arguments say what it does."""
 _REDUCE_SCATTER = re.compile(r"c10d::_?reduce_scatter")
+_SHARDED = {"c10d::_reduce_scatter_base_": "all_reduce", "c10d::_allgather_base_": "all_gather"}
+"""Operators with one rank's shard and the full vector as inputs -> kind of the annotation that gloo adds."""
 _RUN_REDUCE_SCATTER = re.compile(r"\w+:_?reduce_scatter|[nr]ccl\w*ReduceScatter")
 _ANNOTATION = re.compile(r"(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(\w+)")
 
@@ -72,9 +74,11 @@ class CollectiveRow(TypedDict):
     seconds: float
     call: int
     """Number of the collective, the same on all of its ranks; -1 if no other rank's call was found."""
+    is_reduce_scatter: bool
+    """Whether gloo ran a reduce-scatter as this all-reduce; False without recorded shapes."""
 
 
-_MORE_KEYS = {"track", "start_seconds", "seconds", "call"}
+_MORE_KEYS = {"track", "start_seconds", "seconds", "call", "is_reduce_scatter"}
 COLUMNS = tuple(name for name in get_type_hints(CollectiveRow) if name not in _MORE_KEYS)
 
 
@@ -252,6 +256,7 @@ class _Call:
     """Bytes of one rank's input of an all-gather, if only that is recorded."""
     call: int = -1
     transfer_ns: int | None = None
+    is_reduce_scatter: bool = False
 
 
 def find_collectives(trace: Trace, plan: Plan | None = None) -> Collectives:
@@ -273,12 +278,13 @@ def _make_row(trace: Trace, finder: GroupFinder, call: _Call, exposed_ns: int) -
     duration, transfer = int(trace.duration_ns[call.index]), call.transfer_ns
     bandwidth = call.num_bytes / transfer * 1e9 if call.num_bytes and transfer else None
     factor = find_bus_factor(call.kind, call.group_size)
+    axis = finder.find_axis(call.rank, call.group_ranks, call.description)
     return {
         "rank": call.rank,
         "name": trace.names[trace.name_index[call.index]],
         "kind": call.kind,
         "group": call.description or call.group,
-        "axis": finder.find_axis(call.rank, call.group_ranks, call.description),
+        "axis": axis or (finder.find_message_axis() if call.kind == "send_recv" else ""),
         "num_bytes": call.num_bytes,
         "skew_seconds": None if transfer is None else (duration - transfer) / 1e9,
         "transfer_seconds": None if transfer is None else transfer / 1e9,
@@ -289,6 +295,7 @@ def _make_row(trace: Trace, finder: GroupFinder, call: _Call, exposed_ns: int) -
         "start_seconds": int(trace.start_ns[call.index]) / 1e9,
         "seconds": duration / 1e9,
         "call": call.call,
+        "is_reduce_scatter": call.is_reduce_scatter,
     }
 
 
@@ -440,17 +447,68 @@ def _infer_groups(trace: Trace, calls: list[_Call]) -> None:
     families = list_families(trace)
     by_size: dict[tuple[str, int], dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
     for call in calls:
-        if not call.group and call.group_ranks is None:
+        if not call.group:
             by_size[call.kind, call.elements][call.rank].append(call)
-    for by_rank in by_size.values():
-        times = {}
+    sizes = _find_group_sizes(trace, by_size)
+    times = {key: _list_times(trace, by_rank) for key, by_rank in by_size.items()}
+    for key, by_rank in by_size.items():
+        size = sizes.get(key)
+        joined = times[key]
+        if size is not None:
+            for call in (call for rank_calls in by_rank.values() for call in rank_calls):
+                call.is_reduce_scatter = call.kind == "all_reduce"
+            # Gradients are reduced in the groups in which parameters of the same size are gathered.
+            kind, elements = key
+            other = (
+                ("all_gather", elements // size) if kind == "all_reduce" else ("all_reduce", elements * size)
+            )
+            if sizes.get(other) == size and times[other].keys() == joined.keys():
+                joined = {
+                    rank: Times(*map(np.concatenate, zip(one, times[other][rank], strict=True)))
+                    for rank, one in joined.items()
+                }
+        groups = infer_groups(joined, families, size)
         for rank, rank_calls in by_rank.items():
-            index = np.array([call.index for call in rank_calls])
-            times[rank] = Times(trace.start_ns[index], trace.activity.end_ns[index])
-        groups = infer_groups(times, families)
-        for rank, rank_calls in by_rank.items():
-            for call in rank_calls if rank in groups else ():
-                call.group_ranks, call.group_size = groups[rank], len(groups[rank])
+            for call in rank_calls:
+                if call.group_ranks is None and rank in groups:
+                    call.group_ranks, call.group_size = groups[rank], len(groups[rank])
+                elif call.group_ranks is None:
+                    call.group_size = size or call.group_size
+
+
+def _list_times(trace: Trace, calls: Mapping[int, list[_Call]]) -> dict[int, Times]:
+    """Return the starts and ends of each rank's calls."""
+    index = {rank: np.array([call.index for call in rank_calls]) for rank, rank_calls in calls.items()}
+    return {rank: Times(trace.start_ns[own], trace.activity.end_ns[own]) for rank, own in index.items()}
+
+
+def _find_group_sizes(
+    trace: Trace, calls: Mapping[tuple[str, int], Mapping[int, list[_Call]]]
+) -> dict[tuple[str, int], int]:
+    """Return the ranks of the group of calls by kind and elements, from the operators that requested them.
+
+    These have shapes of one rank's shard and of the full vector, whose ratio is the size of the group. Left
+    out are calls that other operators may have requested, too, and operators with groups of several sizes.
+    """
+    operators = np.flatnonzero(
+        np.isin(trace.name_index, [i for i, n in enumerate(trace.names) if n in _SHARDED])
+    )
+    requests: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, dims in zip(
+        operators.tolist(), decode_arguments(trace.arguments, operators, ShapeArgs), strict=True
+    ):
+        sizes = [int(np.prod(shape, dtype=object)) for shape in read_shapes(dims)[:2] if shape]
+        if len(sizes) < 2 or min(sizes) < 1 or max(sizes) % min(sizes):
+            continue
+        kind = _SHARDED[trace.names[trace.name_index[index]]]
+        # The annotation has the shape of the input: the full vector of a reduce-scatter, else a shard.
+        elements = max(sizes) if kind == "all_reduce" else min(sizes)
+        requests[kind, elements].append(max(sizes) // min(sizes))
+    return {
+        key: sizes[0]
+        for key, sizes in requests.items()
+        if len(set(sizes)) == 1 and len(sizes) == sum(map(len, calls.get(key, {}).values()))
+    }
 
 
 def _match_calls(trace: Trace, calls: list[_Call]) -> None:

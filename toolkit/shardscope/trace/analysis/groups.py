@@ -87,6 +87,15 @@ class GroupFinder:
         } - {""}
         return described.pop() if len(described) == 1 and not description else ""
 
+    def find_message_axis(self) -> str:
+        """Return the axis of a message whose group is unknown, as gloo's; "" if the plan has none or several.
+
+        Pipeline stages and context-parallel ranks send messages, and no other axis does.
+        """
+        sizes = {"pp": self.degrees.pp, "cp": self.degrees.cp} if self.degrees is not None else {}
+        several = [axis for axis, size in sizes.items() if size > 1]
+        return several[0] if len(several) == 1 else ""
+
 
 def _find_only_group(groups: dict[str, ProcessGroup]) -> ProcessGroup | None:
     candidates = [group for group in groups.values() if group.size > 1]
@@ -126,13 +135,21 @@ def list_families(trace: Trace) -> list[list[Ranks]]:
     return sorted(families, key=lambda groups: (-len(groups[0]), groups))
 
 
-def infer_groups(times: Mapping[int, Times], families: list[list[Ranks]]) -> dict[int, Ranks]:
+def infer_groups(
+    times: Mapping[int, Times], families: list[list[Ranks]], size: int | None = None
+) -> dict[int, Ranks]:
     """Return the group of each rank, for calls that do not name it (gloo's annotations); empty if unclear.
 
     Ranks of one collective are inside it at the same time and leave it together. This holds for the true
     group and for smaller ones inside it, but hardly ever for others: the largest such group is chosen.
-    ``families`` are sorted from large groups to small ones.
+    ``families`` are sorted from large groups to small ones. ``size`` is the number of ranks of a group, if
+    known: of these groups, the one is chosen whose ranks leave most closely together.
     """
+    if size is not None:
+        # Others may be in their calls at the same times: tensor-parallel ranks reduce their gradients
+        # together, each with its own data-parallel group.
+        families = [family for family in families if len(family[0]) == size]
+        families.sort(key=lambda family: _measure_spread(times, family) or float("inf"))
     spreads = [_measure_spread(times, family) for family in families]
     possible = [spread for spread in spreads if spread is not None]
     for family, spread in zip(families, spreads, strict=True):

@@ -11,7 +11,7 @@ from shardscope.timing.report import PARTS, format_part, format_seconds
 from shardscope.trace.analysis.activity import RankActivity
 from shardscope.trace.analysis.collectives import find_collectives
 from shardscope.trace.analysis.diff import list_windows
-from shardscope.trace.analysis.intervals import find_exclusive_parts, measure_within
+from shardscope.trace.analysis.intervals import Int64s, Mask, find_exclusive_parts, measure_within
 from shardscope.trace.analysis.kernels import find_kinds, list_kinds, measure_work_ns
 from shardscope.trace.table import Table
 
@@ -116,10 +116,12 @@ def _measure_parts(trace: Trace, plan: Plan, rank: RankActivity) -> dict[str, fl
         # Threads that compute at the same time share the time: scale their sum to the union.
         (union,) = measure_within(rank.compute, np.array([start]), np.array([end])).tolist()
         own = own * (min(union / own.sum(), 1.0) if own.sum() else 1.0)
-    is_loss = activity.mask_names(_LOSS)
-    for index, nanoseconds in zip(works.tolist(), own.tolist(), strict=True):
+    is_loss = _mask_loss(trace, works)
+    for index, nanoseconds, in_loss in zip(works.tolist(), own.tolist(), is_loss.tolist(), strict=True):
         if nanoseconds > 0:
-            kind = "loss" if is_loss[index] else kind_names[kinds[index]]
+            kind = kind_names[kinds[index]]
+            # A fused loss has the matmul of the output layer inside, which a plan counts as a matmul.
+            kind = "loss" if in_loss and kind != "matmul" else kind
             add("loss" if kind == "loss" else _PART_OF_KIND.get(kind, "elementwise"), nanoseconds)
     # 2. Exposed communication by the axis of its group, 3. exposed copies, 4. idle time.
     for row in find_collectives(trace, plan):
@@ -134,6 +136,18 @@ def _measure_parts(trace: Trace, plan: Plan, rank: RankActivity) -> dict[str, fl
     span = (end - start) / count / 1e9
     parts[IDLE] = max(span - busy - copies / count, 0.0)
     return parts
+
+
+def _mask_loss(trace: Trace, works: Int64s) -> Mask:
+    """Return which works are of the loss, by their own name or that of an operator around them.
+
+    Megatron's ``_VocabParallelCrossEntropy`` consists of pointwise kernels whose names do not say so.
+    """
+    activity = trace.activity
+    is_loss = activity.mask_names(_LOSS)
+    origins = np.where(activity.on_gpu[works], activity.launches[works], works)
+    is_inside = (origins >= 0) & (activity.find_around(np.maximum(origins, 0), is_loss) >= 0)
+    return np.asarray(is_loss[works] | is_inside)
 
 
 def _find_part(axis: str, kind: str) -> str:

@@ -24,6 +24,8 @@ SIGNIFICANCE = 0.01
 MIN_SHARE = 0.01
 """Minimum share of the step that a straggler costs: less is not worth a change."""
 NUM_PERMUTATIONS = 1999
+MIN_CALLS_OF_CERTAINTY = 30
+"""With fewer calls, a delay that is likely by chance may still be a straggler's."""
 MAX_PERMUTED_CALLS = 500
 """With more calls, the sum of their delays is close to a normal distribution."""
 
@@ -181,10 +183,11 @@ def _describe_stragglers(
         return f"Stragglers: none. At {calls} no rank is later than the others by 1 % of the {whole}."
     chance = format_chance(latest["p_value"])
     delay = _describe_delay(latest, step_seconds, has_steps).capitalize()
-    return (
-        f"Stragglers: none that is certain. {delay}), but at {calls} one of equally fast ranks would be as "
-        f"late by chance in {chance} of recordings. Record more steps to be sure."
-    )
+    by_chance = f"at {calls} one of equally fast ranks would be as late by chance in {chance} of recordings."
+    # At a few collectives any delay may be chance. At many, more steps would not change the answer.
+    if num_calls >= MIN_CALLS_OF_CERTAINTY and (latest["p_value"] or 0.0) >= 0.5:
+        return f"Stragglers: none. {delay}), as expected: {by_chance}"
+    return f"Stragglers: none that is certain. {delay}), but {by_chance} Record more steps to be sure."
 
 
 def _explain_unknown(num_ranks: int, has_collectives: bool) -> str:

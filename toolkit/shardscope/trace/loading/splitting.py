@@ -30,6 +30,9 @@ _UNREADABLE_BLOCKS = f"blocks of {MAX_EVENT_BYTES // 1024**2} MiB without a read
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions of msgspec's decoders."""
 
+FIX = "give what torch.profiler exported, a .json or .json.gz file"
+"""Fix of a file that is not a trace."""
+
 EVENT_BOUNDARY = re.compile(rb'(?<=\})\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|bp|s)"\s*:)')
 """The comma between two events. It may also be inside of an event's arguments, which have to be checked."""
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -111,7 +114,7 @@ def refuse_text(stream: TextStream, text: bytes) -> NoReturn:
     what = "has no traceEvents: it is not a profiler trace"
     if isinstance(data, dict) and "traceEvents" in data:
         what = "holds no traceEvents list: it is not a profiler trace"
-    refuse_file(stream.path, what, "give what torch.profiler exported")
+    refuse_file(stream.path, what, FIX)
 
 
 def parse_text(stream: TextStream, text: bytes) -> object:
@@ -123,9 +126,11 @@ def parse_text(stream: TextStream, text: bytes) -> object:
         return json.loads(text.decode("utf-8-sig", errors="replace"), strict=False)
     except json.JSONDecodeError as error:
         where = f"{error.msg} at line {error.lineno:,}, column {error.colno:,}"
-        refuse_file(path, f"is not JSON: {where}", again)
+        # A rank that was killed leaves the beginning of a trace, or zeros: other text is of another file.
+        is_begun = text.strip(b"\0 \r\n\t")[:1] in (b"", b"{", b"[")
+        refuse_file(path, f"is not JSON: {where}", again if is_begun else FIX)
     except (RecursionError, ValueError) as error:
-        refuse_file(path, f"is not a profiler trace ({error})", "give what torch.profiler exported")
+        refuse_file(path, f"is not a profiler trace ({error})", FIX)
 
 
 def is_event(text: bytes) -> bool:

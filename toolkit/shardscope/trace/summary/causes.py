@@ -73,6 +73,9 @@ def _find_exposed_communication(
 ) -> Iterator[Cause]:
     """Yield the exposed communication of each axis and kind that takes 2 % of a step."""
     in_steps = collectives.list_in_steps()
+    # Without shapes, any all-reduce may be a reduce-scatter: the note is in the first sentence about them.
+    has_known = any(call["is_reduce_scatter"] for call in in_steps)
+    gloo_note = find_gloo_note(trace)
     for row in collectives.sum_by_axis():
         if row["exposed_seconds"] < MIN_SHARE * step_seconds:
             continue
@@ -88,7 +91,11 @@ def _find_exposed_communication(
         if row["skew_seconds"] is not None and row["seconds"]:
             share = 100 * row["skew_seconds"] / row["seconds"]
             text += f"; {share:.0f} % of their time is waiting for the last rank"
-        note = find_gloo_note(trace) if row["kind"] == "all_reduce" else ""
+        note = ""
+        if row["kind"] == "all_reduce" and (
+            not has_known or any(call["is_reduce_scatter"] for call in calls)
+        ):
+            note, gloo_note = gloo_note, ""
         of_call = row["axis"].split("+")
         topics: list[Topic] = [axis for axis in _AXES if axis in of_call]
         if row["kind"] == "all_gather" and "dp" in of_call:
