@@ -55,10 +55,22 @@ def test_ranks_that_share_a_key_value_head_gather_all_heads(recompute: str, forw
     assert "heads" not in enough.explain("tensor_parallel")
 
 
+def test_a_split_sequence_is_gathered_and_scattered() -> None:
+    """Korthikanti et al. 2022, section 4.2.2: no all-reduce, with as many bytes in its two halves."""
+    split, whole = (
+        build_plan(ss.Layout.megatron(tp=8, sequence_parallel=is_split), LLAMA).step()
+        for is_split in (True, False)
+    )
+    assert sum_bytes(split, "tensor_parallel", "all_reduce") == 0
+    assert sum_bytes(whole, "tensor_parallel", "all_gather") == 0
+    scattered = sum_bytes(split, "tensor_parallel", "reduce_scatter")
+    assert scattered == sum_bytes(whole, "tensor_parallel", "all_reduce")
+
+
 def test_other_frameworks_gather_no_heads() -> None:
     arch = replace(LLAMA, num_key_value_heads=8)
     plan = build_plan(ss.Layout.fsdp2(tp=8), arch)
-    assert sum_bytes(plan.step(), "tensor_parallel", "all_gather") == 0
+    assert "heads" not in plan.step().explain("tensor_parallel")
 
 
 def test_latent_attention_gathers_its_latents() -> None:
@@ -71,8 +83,9 @@ def test_latent_attention_gathers_its_latents() -> None:
     # Without a down projection of the queries, the residual stream is all-gathered for them.
     inputs = hidden + latent.kv_lora_rank + latent.qk_rope_head_dim
     tokens = report.num_tokens / (report.num_gpus / tp)
-    # Each MLP or shared expert, and embedding and head, have the residual stream.
+    # Each MLP or shared expert, embedding, head and attention's output have the residual stream.
     scattered = tokens * 2 * (layers * inputs + (layers + 2) * hidden)
+    scattered += tokens * 2 * (layers * hidden + (layers + 2) * hidden)
     routed = sum(
         one.num_bytes
         for one in report.communication

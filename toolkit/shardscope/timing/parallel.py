@@ -137,9 +137,9 @@ def _count_stream_bytes(work: LayerWork) -> int:
 def _list_tensor_parallel(work: LayerWork, column_width: int) -> list[Transfer]:
     """Return one reduction forward and one backward (Shoeybi et al. 2019, figure 4).
 
-    With a split sequence, each is a reduce-scatter with an all-gather (Korthikanti et al. 2022, section
-    4.2.2): the same bytes on a ring. ``column_width``: numbers per token in the input of the column-parallel
-    matmul, which is the residual stream but for latent attention.
+    With a split sequence, each is an all-gather and a reduce-scatter (Korthikanti et al. 2022, section
+    4.2.2). ``column_width``: numbers per token in the input of the column-parallel matmul, which is the
+    residual stream but for latent attention.
     """
     plan, overlap = work.plan, work.overlap
     tp, times, split = plan.degrees.tp, plan.num_micro_batches, plan.layout.splits_sequence
@@ -147,44 +147,43 @@ def _list_tensor_parallel(work: LayerWork, column_width: int) -> list[Transfer]:
     recomputation = times * (1 + compute_recomputed_share(plan))
     stream = _count_stream_bytes(work)
     column = work.tokens * column_width * work.modules.compute
-    forward_bytes: float = stream
-    backward_bytes: float = column
-    if column_width != work.arch.hidden_size and split is not False:
-        # An all-reduce of the mean has the bytes of a reduce-scatter of one and an all-gather of the other.
-        forward_bytes = where(split, (stream + column) / 2, stream)
-        backward_bytes = where(split, (stream + column) / 2, column)
+    collectives: list[Transfer] = []
 
-    def build_transfer(
+    def add(
         collective: Collective,
         num_bytes: float,
         times: float,
-        overlaps_with: OverlappedWith,
-        exposed_share: float,
-    ) -> Transfer:
-        return Transfer(
-            "tensor_parallel", collective, num_bytes, tp, 1, times, 1.0, overlaps_with, exposed_share
+        overlaps_with: OverlappedWith = "nothing",
+        exposed_share: float = 1.0,
+    ) -> None:
+        collectives.append(
+            Transfer(
+                "tensor_parallel", collective, num_bytes, tp, 1, times, 1.0, overlaps_with, exposed_share
+            )
         )
 
-    if overlap.tensor_forward:
-        # User buffers split the transfer into as many pieces as there are ranks.
-        return [
-            build_transfer("all_reduce", forward_bytes, recomputation, "forward", 1 / tp),
-            build_transfer("all_reduce", backward_bytes, times, "backward", 1 / tp),
-        ]
-    forward = build_transfer("all_reduce", forward_bytes, recomputation, "nothing", 1.0)
-    if not overlap.tensor_backward:
-        return [forward, build_transfer("all_reduce", backward_bytes, times, "nothing", 1.0)]
-    # Backward can overlap the second of a pair's two collectives, after the column-parallel matmul, with the
-    # gradient of its weights (megatron/core/tensor_parallel/layers.py); full all-reduces are such ones.
-    collectives = [forward]
+    # User buffers split a transfer into as many pieces as there are ranks.
+    has_pieces = overlap.tensor_forward
+    forward: OverlappedWith = "forward" if has_pieces else "nothing"
+    backward: OverlappedWith = "backward" if has_pieces else "nothing"
+    exposed = 1 / tp if has_pieces else 1.0
+    # Otherwise backward can overlap the second of a pair's two collectives, after the column-parallel matmul,
+    # with the gradient of its weights (megatron/core/tensor_parallel/layers.py); full all-reduces are such
+    # ones.
+    overlaps_second = overlap.tensor_backward and not has_pieces
+    second: OverlappedWith = "backward" if overlaps_second else backward
+    exposed_of_second = 0.0 if overlaps_second else exposed
     if split is not False:
-        in_halves = where(split, times, 0)
-        collectives.append(build_transfer("all_gather", stream, in_halves, "nothing", 1.0))
-        collectives.append(build_transfer("reduce_scatter", column, in_halves, "backward", 0.0))
-        if overlap.gathers_input_again:
-            collectives.append(build_transfer("all_gather", column, in_halves, "backward", 0.0))
+        in_forward, in_backward = where(split, recomputation, 0), where(split, times, 0)
+        add("all_gather", column, in_forward, forward, exposed)
+        add("reduce_scatter", stream, in_forward, forward, exposed)
+        add("all_gather", stream, in_backward, backward, exposed)
+        add("reduce_scatter", column, in_backward, second, exposed_of_second)
+        if overlaps_second and overlap.gathers_input_again:
+            add("all_gather", column, in_backward, second, exposed_of_second)
     if split is not True:
-        collectives.append(build_transfer("all_reduce", column, where(split, 0, times), "backward", 0.0))
+        add("all_reduce", stream, where(split, 0, recomputation), forward, exposed)
+        add("all_reduce", column, where(split, 0, times), second, exposed_of_second)
     return collectives
 
 
