@@ -68,6 +68,15 @@ def test_unfinished_checkpoints_are_deleted_also_those_of_early_stopping(tmp_pat
     assert sorted((tmp_path / "checkpoints").iterdir()) == sorted(kept)
 
 
+def test_the_best_checkpoint_survives_a_kill_while_it_is_replaced(tmp_path: Path) -> None:
+    old = tmp_path / "checkpoints" / ".best.old"
+    old.mkdir(parents=True)
+    (old / "position.json").touch()
+    delete_unfinished(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["best"]
+    assert (tmp_path / "checkpoints" / "best" / "position.json").is_file()
+
+
 def test_a_run_resumes_from_the_latest_run_of_its_name(tmp_path: Path) -> None:
     first = run_folder(tmp_path, "a", "a", 1.0)
     second = run_folder(tmp_path, "a-2", "a", 2.0)

@@ -146,11 +146,12 @@ def _print_plan(
     peak = (
         f"peak {format_gib(memory.peak_bytes)} of {format_gib(memory.usable_bytes)} GiB on the fullest rank"
     )
+    phase = "at rest" if memory.peak_phase == "rest" else f"in {memory.peak_phase}"
     mfu = f", MFU {format_share(step.mfu)}" if step and step.mfu is not None else ""
     print_fields(
         {
             "plan": f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}",
-            "memory": f"{memory.verdict}: {peak} ({low} to {high}), in {memory.peak_phase}",
+            "memory": f"{memory.verdict}: {peak} ({low} to {high}), {phase}",
             "step": why_no_step
             if step is None
             else f"{step.seconds:,.3g} s, {format_rate(step.tokens_per_second_per_gpu)} tokens/s per "

@@ -251,14 +251,16 @@ class _Builder:
             times = full if is_of_stage else full - without
             transfers = repeated.each.transfers
             for number, transfer in enumerate(transfers):
-                exchanges += self._split_passes(transfer, times * transfer.times, number == 0)
+                # Forward has the first half of tensor parallelism's, and the first of context parallelism.
+                num_first = len(transfers) // 2 if transfer.part == "tensor_parallel" else 1
+                exchanges += self._split_passes(transfer, times * transfer.times, number < num_first)
         return exchanges
 
     def _split_passes(self, transfer: Transfer, times: float, is_first: bool) -> list[Exchange]:
         """Return a transfer of activations in forward and in backward.
 
-        The first one of tensor and context parallelism is forward's (``timing/parallel.py``); all-to-alls
-        and sends are both passes'.
+        ``is_first``: whether it is forward's (``timing/parallel.py``), if it is one of tensor or context
+        parallelism; all-to-alls and sends are both passes'.
         """
         whole = Exchange(
             "backward", transfer.part, transfer.collective, transfer.num_bytes, transfer.ranks, times
@@ -272,13 +274,7 @@ class _Builder:
         else:
             in_forward = times if is_first else 0.0
         split = [whole._replace(phase="forward", times=in_forward), whole._replace(times=times - in_forward)]
-        split = [exchange for exchange in split if exchange.times]
-        is_pair = transfer.part == "tensor_parallel" and transfer.collective == "all_reduce"
-        if is_pair and self.plan.layout.splits_sequence:
-            # The time model counts the pair of a split sequence as one all-reduce, which sends the same.
-            pair: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
-            return [one._replace(collective=collective) for one in split for collective in pair]
-        return split
+        return [exchange for exchange in split if exchange.times]
 
     # ---- State
 

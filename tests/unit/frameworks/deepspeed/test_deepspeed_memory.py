@@ -649,3 +649,23 @@ def test_a_chunked_loss_needs_a_head_that_is_not_partitioned() -> None:
 
     with pytest.raises(FieldError, match=r"Recipe\.loss.*all-gathers a weight when its module runs"):
         check_plan(make_plan(3, loss="chunked"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_phase_of_offloaded_layers_has_less_than_no_memory(stage: int) -> None:
+    """A gradient that the bucket has no room for is not copied, and so no copy of it is freed."""
+    recipe = ss.Recipe(recompute="offload", seq_len=512, global_batch_size=8)
+    layout = ss.Layout.zero(stage=stage, reduce_bucket_size=50_000_000)
+    plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
+    for report in plan.memory().by_stage:
+        assert all(min(phase.components.values()) >= 0 for phase in report.phases)
+
+
+def test_the_bucket_of_stages_1_and_2_is_allocated_in_backward() -> None:
+    recipe = ss.Recipe(recompute="offload", method="lora", seq_len=512, global_batch_size=8)
+    plan = ss.Plan(
+        ss.models["qwen3-30b-a3b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.zero(stage=2)
+    )
+    (report,) = plan.memory().by_stage
+    in_forward = [phase for phase in report.phases if phase.phase == "forward"]
+    assert in_forward and all(phase.components["gather_buffers"] == 0 for phase in in_forward)

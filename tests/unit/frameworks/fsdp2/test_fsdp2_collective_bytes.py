@@ -20,7 +20,8 @@ def build_plan(model: str, cluster: str, layout: ss.Layout | None = None, **reci
 
 def sum_sent(plan: ss.Plan, collective: str) -> float:
     """Return the mean bytes of one round of a collective."""
-    calls = [one for one in plan.step().communication if one.collective == collective]
+    all_calls = [one for one in plan.step().communication if one.part in ("gathers", "gradients")]
+    calls = [one for one in all_calls if one.collective == collective]
     return sum(one.num_bytes for one in calls) / len(calls) / plan.num_micro_batches
 
 
@@ -50,10 +51,25 @@ def test_collectives_send_what_their_buffers_hold(name: str) -> None:
     groups = compute_groups(plan, stage)
     in_layers = groups.sum_before(stage.num_layers, lambda group: group.parameters)
     # The root group stays from forward to backward, and is all-gathered once.
-    rounds = [one.num_bytes for one in plan.step().communication if one.collective == "all_gather"]
+    rounds = [one.num_bytes for one in plan.step().communication if one.part == "gathers"]
     assert [sent / plan.num_micro_batches for sent in rounds] == [groups.root + in_layers, in_layers]
     reduced = groups.sum_before(stage.num_layers, lambda group: group.reduce_scatter_input)
     assert sum_sent(plan, "reduce_scatter") == groups.root_reduce_scatter_input + reduced
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_pipeline_stage_gathers_its_root_once_a_step(reshard: bool) -> None:
+    """It stays until the schedule has ended; and so do layers that are not resharded after forward."""
+    layout = ss.Layout.fsdp2(pp=2, reshard_after_forward=reshard)
+    plan = build_plan("llama-3.1-8b", "8xh100-sxm-80gb", layout, global_batch_size=16)
+    worst = max(find_shapes(plan).kinds, key=lambda shape: count_weights(plan, shape).shard)
+    stage = count_weights(plan, worst)
+    groups = compute_groups(plan, stage)
+    in_layers = groups.sum_before(stage.num_layers, lambda group: group.parameters)
+    rounds = [one.num_bytes for one in plan.step().communication if one.part == "gathers"]
+    # Of four micro-batches, two have their forward before the first backward.
+    forwards = [2 * in_layers + groups.root, in_layers] if reshard else [in_layers + groups.root]
+    assert rounds == forwards
 
 
 def test_a_quantized_base_is_gathered_in_4_bits() -> None:

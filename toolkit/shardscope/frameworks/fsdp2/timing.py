@@ -65,13 +65,13 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     base, trained = ranks * count_base_shard(plan, stage, ranks), ranks * stage.trainable_shard
     adapters = trained if plan.recipe.has_adapters else 0
     gathered, reduced = (base + adapters) * width.compute, trained * width.reduce
-    # The root's parameters stay from forward to backward: fully_shard does not reshard the root by default.
-    root = ranks * stage.edge_shard
 
     # How often a step all-gathers and reduces. In a pipeline stage, each forward before the first backward
-    # all-gathers (1F1B has at most pp of them); from then on the stage keeps its parameters.
+    # all-gathers what the one before has resharded (1F1B has at most pp of them); from then on the stage
+    # keeps its parameters.
     has_stages, micro_batches, reshard = degrees.pp > 1, plan.num_micro_batches, layout.reshard_after_forward
-    forwards = where(has_stages, minimum(micro_batches, degrees.pp), micro_batches)
+    forwards_of_stage = minimum(micro_batches, degrees.pp) if reshard else 1
+    forwards = where(has_stages, forwards_of_stage, micro_batches)
     backwards = where(has_stages, 1, micro_batches) if reshard else 0
     reductions = where(has_stages, 1, micro_batches)
 
@@ -80,8 +80,14 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     offloads = layout.offload == "cpu" and plan.on_gpu
     waiting = where(degrees.replicate > 1, 0, reductions - 1) if offloads else 0
 
+    # The root's parameters stay from forward to backward, and so through a pipeline's schedule: fully_shard
+    # does not reshard the root by default. Their mean in one of the forwards:
+    root = ranks * stage.edge_shard
+    root_in_forward = root / where(has_stages, forwards, 1)
+
     # The collectives.
-    gather = Transfer("gathers", "all_gather", gathered, ranks, stride, forwards, calls, "forward")
+    in_forward = gathered - (root - root_in_forward) * width.compute
+    gather = Transfer("gathers", "all_gather", in_forward, ranks, stride, forwards, calls, "forward")
     reduction = Transfer(
         "gradients", "reduce_scatter", reduced, ranks, stride, reductions - waiting, calls, "backward"
     )
@@ -90,19 +96,9 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         transfers.append(reduction._replace(times=waiting, overlaps_with="nothing"))
     if reshard:
         resharded_ranks = ranks if reshard is True else int(reshard)
-        again = gathered - root * width.compute
-        transfers.append(
-            Transfer(
-                "gathers",
-                "all_gather",
-                again,
-                resharded_ranks,
-                stride,
-                backwards,
-                stage.num_layers,
-                "backward",
-            )
-        )
+        in_layers = gathered - root * width.compute
+        again = gather._replace(num_bytes=in_layers, ranks=resharded_ranks, times=backwards)
+        transfers.append(again._replace(num_messages=stage.num_layers, overlaps_with="backward"))
     replicas = Transfer(
         "gradients",
         "all_reduce",
@@ -124,14 +120,14 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     def count_copied(stored_width: int) -> int:
         return where(ranks == 1, stored_width, width.compute) + width.compute
 
-    copied = base * count_copied(base_width) + adapters * count_copied(width.original)
-    copied_again = copied - root * count_copied(base_width)
+    copied = (base - root) * count_copied(base_width) + adapters * count_copied(width.original)
+    copied_root = root_in_forward * count_copied(base_width)
     # Each micro-batch's gradients are copied, or added up in a pipeline; the padding is written once for each
     # reduce-scatter.
     padding = reduced - stage.trainable * width.reduce
     traffic = StateTraffic(
         tuple(transfers),
-        copied_for_gathers=forwards * copied + backwards * copied_again,
+        copied_for_gathers=forwards * (copied + copied_root) + backwards * copied,
         copied_for_gradients=micro_batches * stage.trainable * (width.compute + width.reduce)
         + reductions * padding,
         updated=stage.trainable_shard,
@@ -140,11 +136,12 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         return traffic
     # Offloaded shards are copied to the GPU for each all-gather, and their gradients back, in the type of the
     # originals; the host updates.
-    fetched = (base * base_width + adapters * width.original) / ranks
+    fetched = ((base - root) * base_width + adapters * width.original) / ranks
+    fetched_root = root_in_forward * base_width / ranks
     returned = stage.trainable_shard * width.original
     return traffic._replace(
-        fetched_forward=forwards * fetched,
-        fetched_backward=backwards * (fetched - root * base_width / ranks),
+        fetched_forward=forwards * (fetched + fetched_root),
+        fetched_backward=backwards * fetched,
         returned_backward=where(degrees.replicate > 1, 1, reductions - waiting) * returned,
         returned_waiting=waiting * returned,
         updated=0.0,

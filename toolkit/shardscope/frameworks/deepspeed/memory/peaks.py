@@ -230,7 +230,7 @@ def _list_layer_elements(phases: LayerPhases, kind: LayerKind, down_projection: 
     if not kind.moe:
         first, second = matrices[0], matrices[min(1, len(matrices) - 1)]
         # A plain feed-forward and a gated one have equally many candidates.
-        copied = PhaseElements(first.staging - down_projection, first.gradients)
+        copied = PhaseElements(maximum(0, first.staging - down_projection), first.gradients)
         return [phases.first_gradient, first, copied, second, *attention]
     # Shared experts, if any, the weighting of rows, the down projection, the product, the up projection.
     experts = [phases.first_gradient, matrices[0], phases.first_gradient, phases.last_feed_forward]
@@ -579,11 +579,13 @@ class _BackwardPeaks:
         if self.sizes.fetches_one_by_one and self.sizes.interval == 1:
             # Nothing is saved, so that what is in use inside of a layer counts.
             kinds = self.backward.find_layer_order().kinds
-            activations += (maximum(*(kind.forward for kind in kinds)),)
-            explanations = _INSIDE_FORWARD
+            activations += (maximum(*(where(kind.num_layers > 0, kind.forward, 0) for kind in kinds)),)
+            explanations = (*explanations, "in use inside one layer")
+        # Stages 1 and 2 allocate the bucket in backward.
+        bucket = None if self.buffers.gathers_in_forward else self.permanent_bucket
         fraction = 0.02 + 0.3 * num_passed / num_layers
         return self._build_candidate(
-            fraction, activations, explanations, PhaseElements(elements, 0), phase="forward"
+            fraction, activations, explanations, PhaseElements(elements, 0), bucket, phase="forward"
         )
 
 
