@@ -28,7 +28,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
-from script_options import add_options, check_options
+from script_options import add_options, check_options, save_tokenizer
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,7 +58,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
-    parser.add_argument("--save", help="a folder for the trained weights, as transformers opens it")
+    parser.add_argument("--save", help="a folder for weights and tokenizer, as transformers opens it")
     add_options(parser)
     return parser.parse_args()
 
@@ -285,13 +285,15 @@ def main() -> None:
 
     # Save: all ranks all-gather the weights, tensor by tensor, into the first rank's host memory.
     if options.save:
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=whole)
+        weights = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
         if model.config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)  # it is the embedding
         if rank == 0:
             model.config.use_cache = True  # off while training
             model.save_pretrained(options.save, state_dict=weights)
+            save_tokenizer(options)
     dist.barrier()
     dist.destroy_process_group()
 
