@@ -9,7 +9,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command line's options for checkpoints."""
+    """Add the command line's options for what a training leaves behind."""
+    text = "a folder for weights and tokenizer, as transformers opens it, or peft with adapters"
+    parser.add_argument("--save", help=text)
     text = "a folder on a file system of all nodes; from its newest checkpoint training continues"
     parser.add_argument("--checkpoints", help=text)
     parser.add_argument("--checkpoint-every", type=int, default=100, help="steps between checkpoints")

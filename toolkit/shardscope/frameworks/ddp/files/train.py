@@ -64,7 +64,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
-    parser.add_argument("--save", help="a folder for weights and tokenizer, as transformers or peft opens it")
     add_options(parser)
     return parser.parse_args()
 
@@ -237,6 +236,7 @@ def main() -> None:
     options, plan = check_options(read_options()), read_plan()
     recipe, cluster = plan.recipe, plan.cluster
     planned = cluster.gpus_per_node * cluster.num_nodes
+
     # Connect the ranks. torchrun and accelerate launch set these environment variables.
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     if world_size != planned:

@@ -58,7 +58,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
-    parser.add_argument("--save", help="a folder for weights and tokenizer, as transformers opens it")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher `deepspeed`
     add_options(parser)
     return parser.parse_args()

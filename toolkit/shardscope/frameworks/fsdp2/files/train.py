@@ -58,7 +58,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
-    parser.add_argument("--save", help="a folder for weights and tokenizer, as transformers opens it")
     add_options(parser)
     return parser.parse_args()
 
@@ -285,9 +284,8 @@ def main() -> None:
 
     # Save: all ranks all-gather the weights, tensor by tensor, into the first rank's host memory.
     if options.save:
-        weights = get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=whole)
         if model.config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)  # it is the embedding
         if rank == 0:
