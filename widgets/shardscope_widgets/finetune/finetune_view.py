@@ -66,7 +66,7 @@ class FinetuneView(View):
         self._memory_place = widgets.VBox(layout=controls.share_layout())
         self._memory_place.add_class("ss-finetune-memory")
         self.caption = controls.create_html("", "ss-hint")
-        self.outcome = RunAndChat(on_end=self._run_ended, on_resume=self.resume)
+        self.outcome = RunAndChat(on_end=self._run_ended, on_resume=self._resume)
         self.form = FinetuneForm(self._machine, weights, data, on_change=self._show_setup)
         self.job = Fold("Job", self.place.target.options)
         head = controls.stack_vertically(self.button, self.place)
@@ -182,13 +182,13 @@ class FinetuneView(View):
             result = try_call(lambda: ss.launch(setup.plan, setup.task, force=force))
         show(result)
 
-    def resume(self, run: ss.Run, *, force: bool = False) -> None:
+    def _resume(self, run: ss.Run, *, force: bool = False) -> None:
         """Launch a run of the steps that ``run``, which ended early, has left; ``force`` as in ``launch``."""
         if self.outcome.is_active or self._submitting:
             return
         self.button.disabled = True
         self.notice.show_message("")
-        show = partial(self._show_result, retry=partial(self.resume, run, force=True), is_resumed=True)
+        show = partial(self._show_result, retry=partial(self._resume, run, force=True), is_resumed=True)
         if run.target:
             self._submit(partial(resume_run, run, force=force), run.target, show)
         else:
