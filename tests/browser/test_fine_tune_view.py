@@ -21,6 +21,14 @@ needs("peft")
 NOTEBOOK = "one_click.ipynb"
 NUM_ROWS = 50
 TRAINING_MS = 300_000
+IS_ABOVE_BUTTONS = """() => {
+  const top = document.querySelector('.ss-finetune .ss-run-top'), whole = top.getBoundingClientRect();
+  const heading = top.querySelector(':scope > .widget-html').getBoundingClientRect();
+  return [...top.querySelectorAll('button')].map(button => button.getBoundingClientRect())
+    .filter(place => place.width).every(place => place.top >= heading.bottom - 1
+      && place.bottom <= whole.bottom + 1 && place.right <= whole.right + 1);
+}"""
+"""Whether a narrow run's buttons are below its heading, and none is cut."""
 
 
 def write_model(folder: Path) -> None:
@@ -79,10 +87,15 @@ def test_one_click_fine_tunes_a_folder_and_opens_a_chat(lab: Lab, browser: Any) 
     expect(view.locator(".ss-run")).to_be_visible(timeout=TIMEOUT_MS)
     expect(button).to_be_disabled()
     expect(view.get_by_role("button", name="Stop and keep the best")).to_be_visible()
+    page.set_viewport_size({"width": 780, "height": 900})
+    page.wait_for_function(f"({IS_ABOVE_BUTTONS})()")
+    page.set_viewport_size({"width": 1500, "height": 1400})
     chat = view.locator(".ss-chat")
     expect(chat).to_be_visible(timeout=TRAINING_MS)
     expect(button).to_be_enabled()
     box = chat.locator("textarea")
+    box.focus()
+    assert box.evaluate("box => getComputedStyle(box).outlineOffset") == "-2px", "else its ring is cut"
     box.fill("Who is number 3?")
     box.press("Enter")
     expect(chat.get_by_role("button", name="Stop")).to_be_enabled()

@@ -249,12 +249,13 @@ def test_the_exported_script_builds_what_the_plan_says(
 def test_transformers_opens_the_exported_scripts_checkpoint(
     name: str, results_by_plan: dict[str, list[dict[str, Any]]]
 ) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     plan, saved = make_plan(name), Path(results_by_plan[name][0]["script"]["saved"])
+    assert AutoTokenizer.from_pretrained(saved)("the whale")["input_ids"]
     if plan.recipe.has_adapters:
         assert (saved / "adapter_model.safetensors").is_file()
         return
-    from transformers import AutoModelForCausalLM
-
     opened, about = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, output_loading_info=True)
     assert not any(about.values()), about
     assert opened.num_parameters() == plan.architecture.num_parameters

@@ -20,6 +20,9 @@ needs("torch")
 needs("transformers")
 
 from exported_plans import export_with_script  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
 
 SECONDS = 300
 """DeepSpeed compiles its shared-memory collectives where they are not cached."""
@@ -56,14 +59,21 @@ def test_exported_train_py_trains(framework: str, start: str, tmp_path: Path) ->
     export_with_script(plan, tmp_path)
     script = [str(ON_CPU), "train.py"] if framework == "megatron" else ["train.py"]
     options = ["--steps", "8", "--learning-rate", "1e-3", "--save", "saved"]
+    options += ["--tokenizer", str(SHIPPED_TOKENIZER)]
     done = run_command([*STARTS[start], *script, *options], tmp_path)
     losses = [float(line.split()[3]) for line in done.splitlines() if line.startswith("step ")]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 1.0, losses
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert saved.num_parameters() == MODEL.num_parameters
+    tokenizer, shipped = (
+        AutoTokenizer.from_pretrained(tmp_path / "saved"),
+        Tokenizer.from_file(str(SHIPPED_TOKENIZER)),
+    )
+    assert tokenizer("the white whale")["input_ids"] == shipped.encode("the white whale").ids
+    assert tokenizer.eos_token_id == shipped.token_to_id("<|endoftext|>")
 
 
 def run_command(command: list[str], folder: Path) -> str:

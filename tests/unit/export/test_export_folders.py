@@ -80,6 +80,11 @@ def test_binary_files_and_folders_named_like_exports_raise_value_error(tmp_path:
     script.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"train\.py is as an export"):
         plan.export(tmp_path)
+    (tmp_path / "FILES.md").write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"FILES\.md and train\.py are as .* left them.*move these files away"
+    ):
+        plan.export(tmp_path)
     assert script.read_bytes() == b"\xff\xfe\x00"
     script.unlink()
     script.mkdir()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
+from shardscope.core.number_format import join_list
 from shardscope.frameworks.engines import render_files
 from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, describe_plan
 from shardscope.machine.user_folders import check_home
@@ -98,7 +99,12 @@ def _find_earlier_files(home: Path, names: set[str]) -> list[str]:
     )
     changed += sorted((names_in_folder & names) - {file.name for file in earlier_files})
     if changed:
-        listed = ", ".join(changed)
-        allowed = f"a folder whose {listed} is as an export of this version left it; there it differs"
-        refuse("folder", str(home), allowed, "another folder, or move that file away")
+        if len(changed) == 1:
+            state, fix = "is as an export of this version left it; there it differs", "move that file away"
+        else:
+            state = "are as an export of this version left them; there they differ"
+            fix = "move these files away"
+        refuse(
+            "folder", str(home), f"a folder whose {join_list(changed)} {state}", f"another folder, or {fix}"
+        )
     return [file.name for file in earlier_files if file.name in names_in_folder]

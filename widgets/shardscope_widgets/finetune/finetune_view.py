@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import ipywidgets as widgets
@@ -13,10 +15,10 @@ import shardscope as ss
 from shardscope.core.errors import OverridableError
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.verdict import assess_plan
+from shardscope.runs.resume import resume_run
 from shardscope_widgets.finetune.form import FinetuneForm, render_missing, render_summary
 from shardscope_widgets.finetune.launch_place import LaunchPlace
 from shardscope_widgets.finetune.run_and_chat import RunAndChat
-from shardscope_widgets.finetune.setup import Setup
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import call_in_loop, call_in_thread, find_running_loop, try_call
 from shardscope_widgets.kit.chart import Chart
@@ -64,7 +66,7 @@ class FinetuneView(View):
         self._memory_place = widgets.VBox(layout=controls.share_layout())
         self._memory_place.add_class("ss-finetune-memory")
         self.caption = controls.create_html("", "ss-hint")
-        self.outcome = RunAndChat(on_end=self._run_ended)
+        self.outcome = RunAndChat(on_end=self._run_ended, on_resume=self._resume)
         self.form = FinetuneForm(self._machine, weights, data, on_change=self._show_setup)
         self.job = Fold("Job", self.place.target.options)
         head = controls.stack_vertically(self.button, self.place)
@@ -166,26 +168,43 @@ class FinetuneView(View):
         self.button.disabled = True  # A second click must not launch a second run.
         self.notice.show_message("")
         target = self.place.target.value
+        show = partial(self._show_result, retry=partial(self.launch, force=True))
         if target is not None:
-            self._submit(setup, target, force=force)
+            self._submit(
+                lambda: ss.launch(setup.plan, setup.task, on=target, force=force),  # type: ignore[arg-type]
+                self.place.title,
+                show,
+            )
             return
         # ss.launch warns if memory is tight, which the headline shows.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             result = try_call(lambda: ss.launch(setup.plan, setup.task, force=force))
-        self._show_result(result)
+        show(result)
 
-    def _submit(self, setup: Setup, target: object, *, force: bool) -> None:
-        """Launch on ``target`` in a thread: a scheduler may take seconds to answer."""
-        self._submitting = f"The job is being submitted to {self.place.title}."
+    def _resume(self, run: ss.Run, *, force: bool = False) -> None:
+        """Launch a run of the steps that ``run``, which ended early, has left; ``force`` as in ``launch``."""
+        if self.outcome.is_active or self._submitting:
+            return
+        self.button.disabled = True
+        self.notice.show_message("")
+        show = partial(self._show_result, retry=partial(self._resume, run, force=True), is_resumed=True)
+        if run.target:
+            self._submit(partial(resume_run, run, force=force), run.target, show)
+        else:
+            show(try_call(partial(resume_run, run, force=force)))
+
+    def _submit(
+        self, start: Callable[[], ss.Run], place: str, show: Callable[[ss.Run | Exception], None]
+    ) -> None:
+        """Launch in a thread: a scheduler may take seconds to answer."""
+        self._submitting = f"The job is being submitted to {place}."
         self._show_button()
-        call_in_thread(
-            lambda: ss.launch(setup.plan, setup.task, on=target, force=force),  # type: ignore[arg-type]
-            self._show_result,
-            "shardscope-submit",
-        )
+        call_in_thread(start, show, "shardscope-submit")
 
-    def _show_result(self, result: ss.Run | Exception) -> None:
+    def _show_result(
+        self, result: ss.Run | Exception, *, retry: Callable[[], None], is_resumed: bool = False
+    ) -> None:
         """Show the run that was launched, or why none was."""
         if self.comm is None:  # The view was closed meanwhile; the run goes on.
             return
@@ -195,11 +214,11 @@ class FinetuneView(View):
             self.run = result
             self._loop = find_running_loop()
             self.outcome.watch(result)
-        elif isinstance(result, ValueError) and not was_submitted and not can_override:
+        elif isinstance(result, ValueError) and not (was_submitted or is_resumed or can_override):
             self.notice.show_message(WRONG_INPUT, is_error=True)
             self.form.show_error(result)
         else:
-            actions = {"Launch anyway": lambda: self.launch(force=True)} if can_override else {}
+            actions = {"Launch anyway": retry} if can_override else {}
             self.notice.show_message(str(result) or type(result).__name__, actions, is_error=True)
         self._show_button()
 

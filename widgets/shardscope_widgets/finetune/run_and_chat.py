@@ -1,4 +1,4 @@
-"""The run of a fine-tune, and after its end a chat with its model."""
+"""The run of a fine-tune, and after its end a chat with its model, or how to continue without one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,37 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.records.folder import FINAL
+from shardscope.runs.resume import why_not_resumable
 from shardscope_widgets.finetune.chat_view import ChatView
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_calls import call_in_loop, find_running_loop
+from shardscope_widgets.kit.notice import Notice
 from shardscope_widgets.run.view import RunView
+
+RESUME = "This run saved a checkpoint and no model. Resume trains its remaining steps."
+RESUME_IN_RUNS = (
+    "This run saved a checkpoint and no model. Resume on the Runs tab trains its remaining steps."
+)
+
+
+def can_resume(run: ss.Run) -> bool:
+    """Return whether a run that has ended can be continued from a checkpoint."""
+    try:
+        return why_not_resumable(run) is None
+    except Exception:  # A damaged run.json: its view shows the reason.
+        return False
 
 
 class RunAndChat(widgets.VBox):
-    """The run that was launched last. ``on_end(run)`` is called in its view's thread when it has ended."""
+    """The run that was launched last. ``on_end(run)`` is called in its view's thread when it has ended.
 
-    def __init__(self, on_end: Callable[[ss.Run], None]) -> None:
-        self._on_end = on_end
+    ``on_resume(run)`` continues a run that ended early; None: the Runs tab does.
+    """
+
+    def __init__(
+        self, on_end: Callable[[ss.Run], None], on_resume: Callable[[ss.Run], None] | None = None
+    ) -> None:
+        self._on_end, self._on_resume = on_end, on_resume
         self.run: ss.Run | None = None
         self.run_view: RunView | None = None
         self.chat: ChatView | None = None
@@ -45,8 +65,9 @@ class RunAndChat(widgets.VBox):
             self.run_view.close()
 
         def end(run: ss.Run) -> None:
-            # Widgets are created in the kernel's own thread.
-            call_in_loop(loop, lambda: self._open_chat(run))
+            # Reads the checkpoint's files, so not in the kernel's own thread, in which widgets are created.
+            can_continue = run.model is None and can_resume(run)
+            call_in_loop(loop, lambda: self._offer_resume(run) if can_continue else self._open_chat(run))
             self._on_end(run)
 
         self.run_view = RunView(run, on_end=end, samples_first=True)
@@ -60,3 +81,13 @@ class RunAndChat(widgets.VBox):
             # The run's view below has the button that merges the adapters.
             self.chat = ChatView(run, with_merge=False)
             self._chat_place.children = [controls.create_html("<h2>Talk to it</h2>"), self.chat]
+
+    def _offer_resume(self, run: ss.Run) -> None:
+        if self.comm is None or self.run is not run:
+            return
+        notice, resume = Notice(), self._on_resume
+        if resume is None:
+            notice.show_message(RESUME_IN_RUNS)
+        else:
+            notice.show_message(RESUME, {"Resume": lambda: resume(run)})
+        self._chat_place.children = [notice]

@@ -45,6 +45,26 @@ def open_all(path: Path, bad_rows: str = "refuse") -> FileRows:
 HALF_PAIR = r'{"prompt": "x", "completion": "cut \ud83d"}'
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # Of the two prompts the second one was ignored.
+        ("prompt,completion,prompt\nWho?,Ahab,What?\n", "2 named 'prompt'.*rename or remove one"),
+        ("sep=;\r\nprompt;completion\r\nWho?;Ahab\r\n", "'sep=;' there is a mark.*remove the first line"),
+        ("sep=,\nprompt,completion\nWho?,Ahab\n", "'sep=,' there"),
+    ],
+)
+def test_a_header_without_different_names_is_refused(
+    text: str, message: str, streaming: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.csv", text)
+    with pytest.raises(FieldError, match=message):
+        read_first_rows(FIELD, path) if streaming else open_all(path)
+    with pytest.raises(FieldError, match=message):
+        open_all(path, "skip")
+
+
 @pytest.mark.parametrize("line", ['{"prompt": "x", "comp\n', "[1]\n", "7\n", f"{HALF_PAIR}\n"])
 def test_an_unreadable_line_is_refused_or_an_empty_row(line: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD * 2 + line + GOOD)

@@ -19,6 +19,7 @@ from shardscope.runs.launch.free_memory import TooLittleFreeError
 from shardscope.training.examples.formats import recognize_format
 from shardscope_widgets import FinetuneView
 from shardscope_widgets.data.column_menus import ColumnMenus
+from shardscope_widgets.finetune import finetune_view, run_and_chat
 from shardscope_widgets.finetune.upload import MAX_BYTES, list_data_files, store_file
 
 NUM_ROWS = 60
@@ -385,6 +386,40 @@ def test_the_button_launches_once_and_the_chat_follows(files: Path, monkeypatch:
     run.model = files / "chatty"
     run.status = "finished"
     assert wait_until(lambda: view.outcome.chat is not None and not view.button.disabled)
+    view.close()
+
+
+def test_a_run_that_was_saved_and_stopped_is_resumed_with_a_button(files: Path, monkeypatch: Any) -> None:
+    resumed: list[tuple[Any, bool]] = []
+    first: Any = FakeRun([record(loss=1.0)])
+    second: Any = FakeRun([record(loss=0.5)])
+    for run in (first, second):
+        run.memory = lambda: SimpleNamespace(tensor_bytes=0)
+
+    def resume(run: Any, *, force: bool) -> Any:
+        resumed.append((run, force))
+        if not force:
+            raise TooLittleFreeError("memory", 1, "only 1 GiB is free", "wait")
+        return second
+
+    monkeypatch.setattr(ss, "launch", lambda plan, task, force: first)
+    monkeypatch.setattr(finetune_view, "resume_run", resume)
+    monkeypatch.setattr(run_and_chat, "why_not_resumable", lambda run: None if run is first else "No.")
+    view = show()
+    view.button.click()
+    first.status = "stopped"
+    assert wait_until(lambda: view.outcome._chat_place.children), "without it, the run seems to be lost"
+    (offer,) = view.outcome._chat_place.children
+    assert "saved a checkpoint and no model" in offer.value and view.outcome.chat is None
+    offer._handle_action("Resume")
+    assert "only 1 GiB is free" in view.notice.value
+    view.notice._handle_action("Launch anyway")
+    assert resumed == [(first, False), (first, True)]
+    assert view.run is second and view.outcome.run_view.run is second and view.button.disabled
+    assert not view.outcome._chat_place.children
+    second.status = "failed"
+    assert wait_until(lambda: not view.button.disabled)
+    assert not view.outcome._chat_place.children, "nothing to resume"
     view.close()
 
 

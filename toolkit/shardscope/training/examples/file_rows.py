@@ -29,6 +29,8 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Suffix -> usual delimiter of the cells."""
 OTHER_DELIMITERS = (";", "\t", "|", ",")
 """Delimiters of files whose suffix promises another: spreadsheets write ";" where numbers have a comma."""
+DELIMITER_LINE = re.compile(r"(?i)sep=.?")
+"""First line that tells a spreadsheet the delimiter of the file, such as "sep=;"."""
 CHUNK_BYTES = 2**20
 MAX_CELL_CHARACTERS = 2**31 - 1
 """Longest cell of a CSV file; a larger limit is refused where a C long has 32 bits."""
@@ -195,6 +197,21 @@ def read_header(path: Path) -> list[str]:
 def name_columns(header: Sequence[str]) -> list[str]:
     """Return the names of a header's cells: spreadsheets and pandas' own index leave a name empty."""
     return [name or f"Unnamed: {index}" for index, name in enumerate(header)]
+
+
+def check_header(field: str, path: Path) -> None:
+    """Raise ``ValueError`` naming ``field`` if a CSV file's header is no list of different names."""
+    delimiter = find_delimiter(path)
+    header = split_header(path, delimiter)
+    line = delimiter.join(header).strip()
+    if DELIMITER_LINE.fullmatch(line):
+        allowed = f"column names in the first line: {line!r} there is a mark that only spreadsheets read"
+        refuse(field, str(path), allowed, "remove the first line")
+    # pandas would name the second one "name.1", and its cells would be ignored without a word.
+    twice = next((name for name in header if name and header.count(name) > 1), None)
+    if twice is not None:
+        allowed = f"columns with different names: the header has {header.count(twice)} named {twice!r}"
+        refuse(field, str(path), allowed, "rename or remove one of them")
 
 
 def find_extra_cell(path: Path) -> ExtraCell:

@@ -22,6 +22,7 @@ from shardscope.training.examples.file_rows import (
     DELIMITERS,
     JSON_LINES,
     FileRows,
+    check_header,
     check_is_utf8,
     check_table_rows,
     find_delimiter,
@@ -388,6 +389,8 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
         refuse(field, str(first), f"data with at least one row: this file {problem}", "a file that has rows")
     loader, options = LOADERS[files[0].suffix.lower()], dict[str, object]()
     if loader == "csv":
+        for path in files:
+            check_header(field, path)
         options["delimiter"] = find_delimiter(files[0])
         extra_cells = {path: find_extra_cell(path) for path in files}
         kinds = set(extra_cells.values())

@@ -34,7 +34,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
-from script_options import add_options, check_options
+from script_options import add_options, check_options, save_tokenizer
 from tokenizers import Tokenizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
@@ -64,7 +64,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
-    parser.add_argument("--save", help="a folder for the trained weights, as transformers or peft opens it")
     add_options(parser)
     return parser.parse_args()
 
@@ -289,6 +288,7 @@ def main() -> None:
     if options.save and rank == 0:
         base.config.use_cache = True  # off while training
         model.save_pretrained(options.save)
+        save_tokenizer(options)
     dist.barrier()
     # First the replica, whose reducer also holds the group: freed after it, it would close gloo's
     # connections while it has the interpreter's lock, which a thread of gloo may wait for.

@@ -32,7 +32,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
-from script_options import add_options, check_options
+from script_options import add_options, check_options, save_tokenizer
 from tokenizers import Tokenizer
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -58,7 +58,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
-    parser.add_argument("--save", help="a folder for the trained weights, as transformers opens it")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher `deepspeed`
     add_options(parser)
     return parser.parse_args()
@@ -282,6 +281,8 @@ def main() -> None:
 
     if options.save:
         save_weights(engine, options.save)
+        if rank == 0:
+            save_tokenizer(options)
     dist.barrier()
     exit_process()
 

@@ -28,7 +28,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
-from script_options import add_options, check_options
+from script_options import add_options, check_options, save_tokenizer
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,7 +58,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
-    parser.add_argument("--save", help="a folder for the trained weights, as transformers opens it")
     add_options(parser)
     return parser.parse_args()
 
@@ -292,6 +291,7 @@ def main() -> None:
         if rank == 0:
             model.config.use_cache = True  # off while training
             model.save_pretrained(options.save, state_dict=weights)
+            save_tokenizer(options)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -42,7 +42,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron_model import build_config, build_model, load_weights, save_weights
-from script_options import add_options, check_options
+from script_options import add_options, check_options, save_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
@@ -65,7 +65,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--text", default=__file__, help="a UTF-8 file to train on; default: this script")
     parser.add_argument("--tokenizer", help="a tokenizer.json, or transformers' name; default: --model's")
     parser.add_argument("--model", help="a transformers checkpoint to start from; default: random weights")
-    parser.add_argument("--save", help="a folder for the trained weights, as transformers opens it")
     add_options(parser)
     return parser.parse_args()
 
@@ -277,6 +276,8 @@ def main() -> None:
                 force_sync=True
             )  # the last update, which the next forward would all-gather
         save_weights(model, source, options.save)
+        if rank == 0:
+            save_tokenizer(options)
     dist.barrier()
     dist.destroy_process_group()
 
