@@ -580,7 +580,7 @@ def test_checks_tab_badge_counts_findings_and_shows_worst_severity(studio: Studi
     assert studio.tabs.badges["Checks"] == [str(len(findings)), summarize_findings(findings), "danger"]
     studio.tabs.value = "Checks"
     assert studio.checks.list.value.count("<li ") == len(findings)
-    studio.architecture.name.value = "llama-3.2-1b"
+    studio.architecture.name.value = "llama-3.2-3b"
     assert {finding.severity for finding in studio.plan.findings()} == {"hint"}
     assert studio.tabs.badges["Checks"][2] == "hint", "a hint is not shown in red"
     studio.architecture.name.value = "llama-3.1-8b"

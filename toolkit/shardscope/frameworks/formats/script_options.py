@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 
@@ -33,12 +34,12 @@ def check_options(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def save_tokenizer(options: argparse.Namespace) -> None:
-    """Write the text's tokenizer into the folder of the weights, which transformers opens with them.
+    """Write the text's tokenizer, on rank 0, into the folder of the weights: transformers opens both.
 
     Where a token is a byte, there is none.
     """
     source = options.tokenizer or options.model
-    if not source:
+    if dist.get_rank() != 0 or not source:
         return
     if source.endswith(".json"):
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=source)

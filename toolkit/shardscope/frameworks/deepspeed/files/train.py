@@ -281,8 +281,7 @@ def main() -> None:
 
     if options.save:
         save_weights(engine, options.save)
-        if rank == 0:
-            save_tokenizer(options)
+        save_tokenizer(options)
     dist.barrier()
     exit_process()
 

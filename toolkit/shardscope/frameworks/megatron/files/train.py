@@ -276,8 +276,7 @@ def main() -> None:
                 force_sync=True
             )  # the last update, which the next forward would all-gather
         save_weights(model, source, options.save)
-        if rank == 0:
-            save_tokenizer(options)
+        save_tokenizer(options)
     dist.barrier()
     dist.destroy_process_group()
 
