@@ -23,7 +23,7 @@ from shardscope.memory.activations.modules.attention import (
     is_eager,
 )
 from shardscope.memory.activations.modules.experts import list_expert_tensors
-from shardscope.memory.activations.modules.layer_peaks import get_expert_row_widths
+from shardscope.memory.activations.modules.layer_peaks import compute_weighted_width, get_expert_row_widths
 from shardscope.memory.activations.modules.saved_tensors import list_stream_readers
 from shardscope.memory.state.stages import count_layers_by_kind
 
@@ -154,10 +154,8 @@ def compute_layer_backward(arch: Architecture, moe: bool, modules: Modules) -> L
     experts = arch.mixture_of_experts
     if moe and experts is not None:
         rows = experts.num_experts_per_tok
-        width, weight = get_expert_row_widths(arch, modules)
-        # Gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; a
-        # cast.
-        weighted = rows * hidden * (3 * weight + (width if width < weight else 0))
+        width = get_expert_row_widths(arch, modules)[0]
+        weighted = rows * hidden * compute_weighted_width(arch, modules)
         inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
         saved = sum(t.bytes_per_token for t in list_expert_tensors(arch, modules) if t.operator == "experts")
         both = rows * width * (2 * experts.moe_intermediate_size + hidden)

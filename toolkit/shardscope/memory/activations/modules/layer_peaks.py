@@ -431,10 +431,7 @@ class _Layer:
                 self._build_peak(alive + self.stream + 2 * wide, weights.down, dequantized=weights.down)
             )
             alive -= (3 + modules.inner_copies("down_proj")) * wide
-        # Gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; a
-        # cast.
-        weight = get_expert_row_widths(arch, modules)[1]
-        weighted = rows * hidden * (3 * weight + (width if width < weight else 0))
+        weighted = rows * hidden * compute_weighted_width(arch, modules)
         peaks.append(LayerPeak(alive + self.stream + weighted, first, autocast_weights=first))
         inner = rows * experts.moe_intermediate_size * width
         unweighted = rows * hidden * width
@@ -458,14 +455,13 @@ class _Layer:
         arch, modules, weights = self.arch, self.modules, self.weights
         experts = arch.mixture_of_experts
         assert experts is not None
-        width, weight = get_expert_row_widths(arch, modules)
+        width = get_expert_row_widths(arch, modules)[0]
         rows = experts.num_experts_per_tok * arch.hidden_size * width
         inner = experts.num_experts_per_tok * experts.moe_intermediate_size * width
         shared = self._count_gradients(weights.feed_forward - weights.expert_down - weights.expert_up)
         down, up = self._count_gradients(weights.expert_down), self._count_gradients(weights.expert_up)
         finished = shared + down
-        # At the weighting of the rows: the unweighted rows, and what ``_list_experts`` counts there.
-        weighted = rows // width * (3 * weight + (width if width < weight else 0))
+        weighted = rows // width * compute_weighted_width(arch, modules)
         # At the product: it multiplies both halves of the up projection's output, one of them activated.
         # With the whole output, the activated half and three gradients there are six tensors.
         peaks = [
@@ -528,6 +524,16 @@ def get_expert_row_widths(arch: Architecture, modules: Modules) -> tuple[int, in
     """
     width = modules.stream
     return width, width if find_family(arch).casts_router_weights else FP32
+
+
+def compute_weighted_width(arch: Architecture, modules: Modules) -> int:
+    """Return bytes per element of expert rows in the backward of their weighting.
+
+    The gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; and a
+    cast of them if the rows are narrower.
+    """
+    width, weighted = get_expert_row_widths(arch, modules)
+    return 3 * weighted + (width if width < weighted else 0)
 
 
 def compute_scores_in_forward(arch: Architecture, modules: Modules, num_scores: int) -> int:
