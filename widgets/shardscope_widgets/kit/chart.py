@@ -7,15 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import anywidget
-import plotly.graph_objects as go
 import traitlets
 from ipywidgets import widget_serialization
 from plotly.offline import get_plotlyjs
 from plotly.serializers import custom_serializers
 
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.delayed_import import delay_import
 from shardscope_widgets.kit.front_end import front_end_text
 from shardscope_widgets.kit.saved.chart_svg import draw_svg
+
+# plotly imports nbformat only for ``figure.show()``. nbformat imports jsonschema, which builds grammars for a
+# second: that was more than half of the time that this package took to import.
+with delay_import("nbformat"):
+    from plotly.graph_objects import FigureWidget
 
 ClickListener = Callable[[int, int, object], None]
 """Called with the trace index, the point index in that trace, and the point's ``customdata``."""
@@ -74,7 +79,7 @@ def _current_figure(_: object, chart: Chart) -> object:
     return custom_serializers["to_json"](figure, None)
 
 
-class Chart(go.FigureWidget):
+class Chart(FigureWidget):
     """A FigureWidget with its own front end, which receives the whole figure at each change.
 
     Use it like any figure: set attributes in ``batch_update``, call ``add_traces``, or pass many properties
