@@ -19,6 +19,9 @@ STAMP   = $(VENV)/.ready
 # PyTorch's own index of CPU builds, for machines without a GPU whose pip finds none by itself.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Images of containers often set it. Tests start hundreds of processes, and each would compile our packages again.
+unexport PYTHONDONTWRITEBYTECODE
+
 SEED ?= 0
 LAUNCHES ?= 200
 FOLDERS ?= 2000
@@ -47,7 +50,7 @@ SHARED = -n logical --maxprocesses 4 --dist loadfile
 test: $(STAMP) browser check
 	$(BIN)/python -m pytest tests/unit $(SHARED)
 	$(BIN)/python -m pytest --ignore=tests/unit -m "not alone" $(SHARED) --no-loadscope-reorder
-	$(BIN)/python -m pytest -m alone tests/runs tests/browser
+	$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' pytest.mark.alone tests)
 
 # Every case of laws of which `make test` takes some of each kind.
 test-all:

@@ -14,6 +14,16 @@ from tests.requirements import THOROUGH, skip_unsampled
 settings.register_profile("same", settings.get_profile("ci"), max_examples=100 if THOROUGH else 20)
 
 FOLDER = pytest.StashKey[str]()
+LONGEST = (
+    "test_main_job.py",
+    "test_validation.py",
+    "test_exported_resume.py",
+    "test_retries.py",
+    "test_resume.py",
+    "test_live_profile.py",
+    "test_two_nodes.py",
+)
+"""Files that take longest, in seconds for each of their few cases."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,8 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs a sample of the cases of large parametrized tests."""
+    """`make test` runs a sample of the cases of large parametrized tests, and the longest files first.
+
+    A worker takes whole files: one that began a long file last would keep the others waiting.
+    """
     skip_unsampled(items)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

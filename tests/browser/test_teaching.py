@@ -163,8 +163,13 @@ READABLE = """() => {
 """Whether each name of a roofline is inside of the window, and neither on another name nor on a point."""
 
 
-@pytest.mark.parametrize("width", [360, 900])
-@pytest.mark.parametrize("name", ["roofline", "roofline_of_experts"])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    few(
+        [(name, width) for name in ("roofline", "roofline_of_experts") for width in (360, 900)],
+        [("roofline", 900), ("roofline_of_experts", 360)],
+    ),
+)
 def test_names_of_a_roofline_are_readable(
     name: str, width: int, browser: Any, pages: dict[str, Path], errors: list[str]
 ) -> None:

@@ -56,7 +56,7 @@ def save_screenshot(page: Any, name: str) -> None:
     page.screenshot(path=str(SCREENSHOTS / f"{name}.png"), full_page=True)
 
 
-@pytest.mark.parametrize("name", few(VIEWS, ["MemoryView", "Studio"]))
+@pytest.mark.parametrize("name", few(VIEWS, ["Studio"]))
 def test_every_view_is_a_page_of_its_own(name: str, browser: Any, offline: Any, tmp_path: Path) -> None:
     view = VIEWS[name]()
     path = view.to_html(tmp_path / f"{name}.html")

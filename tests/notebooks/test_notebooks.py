@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from tests.requirements import few, skip_without
+from tests.requirements import few, sample, skip_without
 
 from shardscope_widgets import RunView
 from shardscope_widgets.run.view import KEEP_MODEL
@@ -95,6 +95,7 @@ def test_fine_tuning_notebook_names_every_button_that_ends_a_run() -> None:
     view.close()
 
 
+@sample(2)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_git_filter_ignores_the_outputs_of_a_used_notebook(path: Path, tmp_path: Path) -> None:
     """``make lab`` turns this filter on; the file on disk keeps its outputs."""

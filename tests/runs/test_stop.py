@@ -225,6 +225,7 @@ def test_fault_24_the_run_folder_is_moved(plan: Any, tmp_path: Path) -> None:
     assert not (moved / "task.pkl").exists() and not (moved / "tmp").exists()
 
 
+@thorough()
 def test_fault_24_another_folder_is_at_the_path_of_a_moved_run(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.steps_until_stop, folder=tmp_path, name="a")
     seconds_until(run.metrics)
@@ -237,6 +238,7 @@ def test_fault_24_another_folder_is_at_the_path_of_a_moved_run(plan: Any, tmp_pa
     assert not (moved / "task.pkl").exists() and not (moved / "tmp").exists()
 
 
+@thorough()
 def test_fault_24_a_run_is_launched_at_the_path_of_a_moved_one(plan: Any, tmp_path: Path) -> None:
     """Neither run sees the commands, or writes the records, of the other."""
     run = launch(plan, tasks.steps_until_stop, folder=tmp_path, name="a")
@@ -252,6 +254,7 @@ def test_fault_24_a_run_is_launched_at_the_path_of_a_moved_one(plan: Any, tmp_pa
     assert new.wait(10) == "stopped" and new.reason.startswith("run.stop(checkpoint=True) was called")
 
 
+@thorough()
 def test_fault_24_the_run_folder_is_deleted(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.deletes_its_folder, folder=tmp_path)
     assert run.wait(30) == "lost" and run.reason == "its folder is gone"

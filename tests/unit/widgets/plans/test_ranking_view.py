@@ -446,7 +446,7 @@ def test_applying_a_row_reproduces_its_plan_in_the_inputs(ranking: Any) -> None:
     mixtral_ranking = ss.search(ss.models["mixtral-8x7b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), RECIPE)
     for each_ranking in (ranking, mixtral_ranking):
         studio.architecture.name.value = each_ranking.architecture.name
-        for index in each_ranking.order[:: max(1, len(each_ranking.order) // 40)].tolist():
+        for index in each_ranking.order[:: max(1, len(each_ranking.order) // 15)].tolist():
             plan = each_ranking.plan(index)
             studio.apply(plan)
             assert studio.plan.degrees == plan.degrees, describe_layout(plan.layout)
