@@ -74,11 +74,10 @@ def build_layer_call(arch: Architecture, adapters: Recipe | None, moe: bool, is_
     build_call = _module_call_builder(arch, adapters, moe, modules, is_first)
     # Calls are built in forward order: the builder tracks where the first adapter is.
     norms = [build_call(path) for path in modules if "." not in path and path != names.attention]
-    attention = [
-        build_call(path)._replace(in_attention=True)
-        for path in modules
-        if path.startswith(f"{names.attention}.")
-    ]
+    in_attention = [path for path in modules if path.startswith(f"{names.attention}.")]
+    # Norms of query and key are registered after the output projection, and called before it.
+    in_attention.sort(key=lambda path: path == f"{names.attention}.{names.output}")
+    attention = [build_call(path)._replace(in_attention=True) for path in in_attention]
     feed_forward = [path for path in modules if path.startswith("mlp.")]
     if moe and find_family(arch).is_zero3_leaf:
         return _build_leaf_layer(arch, adapters, norms, attention, [modules[path] for path in feed_forward])
@@ -157,7 +156,15 @@ def _module_call_builder(
         # Falcon multiplies by a transposed view itself; other families use DeepSpeed's own linear function.
         saved_views = (0,) if find_family(arch).projections == "matmul" and name in linears else ()
         if adapters is None or name not in targets:
-            return ModuleCall(params, (), adapters is None, saved_views, has_backward, is_feed_forward)
+            return ModuleCall(
+                params,
+                (),
+                adapters is None,
+                saved_views,
+                has_backward,
+                is_feed_forward,
+                has_vector_pairs=has_biases_last(arch, params),
+            )
         output_size, input_size = linears[name].pop(0)
         reaches_input = has_backward and not (is_first and name in inputs)
         before_adapters[is_parallel_branch] = False
@@ -166,6 +173,15 @@ def _module_call_builder(
         return ModuleCall((), (base, NO_PARAMS, ModuleCall((lora_a,)), ModuleCall((lora_b,))))
 
     return build_call
+
+
+def has_biases_last(arch: Architecture, params: tuple[int, ...]) -> bool:
+    """Return whether the bias among ``params`` of one module gets its gradient after the weight.
+
+    DeepSpeed replaces ``torch.nn.functional.linear`` (``LinearFunctionForZeroStage3``), and so the weight's
+    gradient comes first; GPT-2's Conv1D and Falcon's own matmul add their biases last, and in backward first.
+    """
+    return len(params) == 2 and find_family(arch).projections == "linear"
 
 
 # ---- Events of the hooks
@@ -357,7 +373,12 @@ class ModuleTrace:
         input_calls.append(NO_PARAMS._replace(has_backward=False))
         output_calls = [
             ModuleCall(model.final_norm, (), trained),
-            ModuleCall(model.head or (_TIED,), (), trained),
+            ModuleCall(
+                model.head or (_TIED,),
+                (),
+                trained,
+                has_vector_pairs=has_biases_last(model.architecture, model.head),
+            ),
         ]
         # The model and its base model; peft adds two.
         wrapper_calls = [NO_PARAMS] * (2 if trained else 4)

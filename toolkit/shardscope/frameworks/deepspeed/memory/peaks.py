@@ -65,6 +65,9 @@ class BackwardPart(NamedTuple):
     """At the gradient of each of the feed-forward's large matrices, if they are distinguished."""
     attention_output: PhaseElements = PhaseElements(0, 0)
     """At the maximum after the feed-forward, attention's first gradient included."""
+    at_logits: PhaseElements | None = None
+    """In the head's part, at the maximum while the logits' gradient exists; None: ``peak``. The hook that
+    reduces the head's gradient runs after it is freed."""
 
 
 class ZeroBuffers(NamedTuple):
@@ -363,7 +366,7 @@ class _BackwardPeaks:
                 self.backward.logits,
             ),
             self._build_candidate(
-                0.345, self.saved, _SAVED, counts.head.peak, self.permanent_bucket, head_logits
+                0.345, self.saved, _SAVED, counts.head_at_logits, self.permanent_bucket, head_logits
             ),
             self._build_candidate(0.347, self.saved, _SAVED, counts.head.peak, self.bucket_at_head),
             self._build_candidate(0.35, at_norm, _IN_NORM, counts.head.first_gradient, norm_bucket),

@@ -230,6 +230,8 @@ class ElementCounts(NamedTuple):
     """Buckets of ``trained`` in which gradients are reduced, routed experts of their own group excluded."""
     head: LayerPhases
     """Backward of the head and the final norm."""
+    head_at_logits: PhaseElements
+    """The same part, while the logits' gradient exists."""
     layers: tuple[LayerPhases, ...]
     """Backward of four layers: the first in backward order, the second, the last and the largest."""
     layers_before_largest: int
@@ -438,6 +440,7 @@ def _count_elements(
         traffic=traffic,
         buckets=buckets,
         head=_get_layer_phases(head, layers[0].first_gradient),
+        head_at_logits=head.at_logits or head.peak,
         layers=tuple(_get_layer_phases(layers[index], next_layers[index]) for index in chosen),
         layers_before_largest=largest_layer,
         embedding=embedding.peak,

@@ -282,6 +282,7 @@ class _StepSimulation:
         first_gradient: PhaseElements | None = None
         before_attention: PhaseElements | None = None
         peak = attention_output = PhaseElements(0, 0)
+        at_logits: PhaseElements | None = None
         # Whether the feed-forward is done; attention's first gradient ends this phase.
         is_after_feed_forward = False
         for kind, module in events:
@@ -298,6 +299,10 @@ class _StepSimulation:
                 peak = self._raise_peak(peak, coordinator.peak + self.outside_bucket + tied_gradient)
                 continue
             call = module.call
+            if not number and at_logits is None:
+                # The head's: its gradients exist together, and are reduced after the logits' gradient is freed.
+                new = sum(self.sizes[index] for index in module.params) if call.trained else 0
+                at_logits = self._raise_peak(peak, self.gathered + new)
             # The part's first gradient; in the head's part the norm's, which comes last.
             if first_gradient is None or not number:
                 head_gradient = tied_gradient if number else self._count_head_gradient(module)
@@ -322,7 +327,9 @@ class _StepSimulation:
             is_after_feed_forward = call.is_feed_forward or (is_after_feed_forward and not call.in_attention)
         if first_gradient is None:
             first_gradient = self._build_phase(self.gathered + tied_gradient)
-        return BackwardPart(first_gradient, peak, before_attention, tuple(feed_forward), attention_output)
+        return BackwardPart(
+            first_gradient, peak, before_attention, tuple(feed_forward), attention_output, at_logits
+        )
 
     def _build_phase(self, staging: int) -> PhaseElements:
         """Return a phase with ``staging`` elements and the gradients that cannot be swapped out."""

@@ -344,6 +344,7 @@ class _BackwardReduction:
         first = peak = before_attention = self._build_phase(tied_gradient)
         feed_forward: list[PhaseElements] = []
         attention_output = PhaseElements(0, 0)
+        at_logits: PhaseElements | None = None
         # Gradients in the order of backward; ``remaining`` counts down to the part's last one.
         for remaining in range(count, 0, -1):
             if remaining == tensors.num_attention:
@@ -357,6 +358,8 @@ class _BackwardReduction:
             if self._tied_head and not index:
                 # Both gradients of a tied embedding and their sum are alive; then only the sum is.
                 phase, tied_gradient = phase._replace(staging=phase.staging + size), 0
+            if not number and remaining > 1:
+                at_logits = max(at_logits or phase, phase, key=_get_total)
             # A gradient that does not fit reduces the bucket first; the new gradient already exists.
             if self._bucket and self._bucket_elements + size > self._options.bucket_size:
                 phase = max(phase, *self._reduce_bucket(tied_gradient + size), key=_get_total)
@@ -373,7 +376,7 @@ class _BackwardReduction:
                 peak = max(peak, self._build_phase(tied_gradient + clone), key=_get_total)
         if not number and self._tied_head:
             peak = max(peak, first, key=_get_total)
-        return BackwardPart(first, peak, before_attention, tuple(feed_forward), attention_output)
+        return BackwardPart(first, peak, before_attention, tuple(feed_forward), attention_output, at_logits)
 
     def _build_phase(self, elements: int) -> PhaseElements:
         """Return a phase with ``elements`` in addition to unreduced and accumulated gradients."""
@@ -465,9 +468,11 @@ def count_late_reduction(
             cloned = (options.norm_width > 0) * (elements - in_bucket)
             copies = max(cloned, count_reduction_copies(bucket, options))
             most = max(most, copies - removed - in_bucket + accumulated)
-            accumulated = options.accumulated if accumulated or options.has_own(bucket) else 0
+            has_own = options.has_own(bucket)
+            accumulated = options.accumulated if accumulated or has_own else 0
             most = max(most, accumulated - removed - in_bucket)
-            removed += elements
+            # Gradients too large for the bucket stay autograd's tensors if they are of other ranks' partitions.
+            removed += elements if has_own else in_bucket
             bucket, elements = [], 0
         if gradient is not None:
             bucket.append(gradient)

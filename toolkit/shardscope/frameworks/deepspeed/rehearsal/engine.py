@@ -155,6 +155,9 @@ def build_model(
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             values, attn_implementation=attention, dtype=dtype
         )
+        if built_on_host:
+            # transformers creates the router of DeepSeek-V2 in fp32; the training casts it, too.
+            model = model.to(dtype)
     if partitions and not inside_init:
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
     num_built = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
