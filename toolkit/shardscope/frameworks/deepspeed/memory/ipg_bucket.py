@@ -50,20 +50,26 @@ class ReductionOptions(NamedTuple):
     norm in double precision; 0 if they stay on the device."""
     cast_width: int = 0
     """Size of an element of the reduction type in gradient elements; 0 if gradients are not cast."""
+    is_contiguous: bool = True
+    """Whether gradients are copied into a buffer. Else the bucket is a list of autograd's tensors, flattened
+    for the reduction, and reduced gradients stay where they are."""
+    frees_late: bool = False
+    """Whether gradients of other ranks' partitions are freed at the next reduction and not after their own:
+    with ``overlap_comm``, if they are not contiguous."""
 
     @property
     def accumulated(self) -> int:
         """Elements of gradients that stay on the device after the first reduction."""
         return 0 if self.norm_width else self.overlapping
 
+    def is_own(self, gradient: FlatGradient) -> bool:
+        """Return whether ``gradient`` overlaps the rank's partitions."""
+        rank, partition = self.rank, gradient.partition
+        return gradient.start < (rank + 1) * partition and rank * partition < gradient.end
+
     def has_own(self, bucket: Sequence[FlatGradient]) -> bool:
         """Return whether any gradient of ``bucket`` overlaps the rank's partitions."""
-        rank = self.rank
-        return any(
-            gradient.start < (rank + 1) * gradient.partition
-            and rank * gradient.partition < gradient.start + gradient.size
-            for gradient in bucket
-        )
+        return any(self.is_own(gradient) for gradient in bucket)
 
 
 class BucketCounts(NamedTuple):
@@ -159,6 +165,8 @@ def count_reduction_copies(bucket: Sequence[FlatGradient], options: ReductionOpt
 
     They are a flattened copy, then the norms of offloaded gradients (``set_norm_for_param_grad_in_gpu``).
     """
+    if not options.is_contiguous:
+        return _count_copy(sum(gradient.size for gradient in bucket), len(bucket), options.cast_width)
     flattened = count_flattened_copy(bucket, options)
     if not options.norm_width:
         return flattened

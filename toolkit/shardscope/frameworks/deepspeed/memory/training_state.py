@@ -58,6 +58,7 @@ from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import 
     compute_pipeline_reduction_bytes,
     compute_stage_1_or_2_state,
     count_late_reduction,
+    is_contiguous,
     partition_flat_buffers,
     reduce_after_backward,
     reduce_in_backward,
@@ -325,6 +326,7 @@ class _Settings(NamedTuple):
     stage: int
     half: int
     overlaps: bool
+    is_contiguous: bool
     sub_group_size: int
     recompute_interval: int
     options: Stage3Options
@@ -343,6 +345,7 @@ def _get_settings(arch: Architecture, recipe: Recipe, layout: ZeroLayout, on_gpu
         layout.stage,
         half,
         bool(layout.overlap_comm),
+        is_contiguous(layout),
         layout.sub_group_size,
         recipe.recompute_interval if recomputes_layers else 0,
         Stage3Options(
@@ -458,6 +461,8 @@ def _build_reduction_options(settings: _Settings, dense: FlatPartition) -> Reduc
         partitions_gradients=settings.stage == 2,
         norm_width=options.norm_width,
         cast_width=options.cast_width,
+        is_contiguous=settings.is_contiguous,
+        frees_late=settings.overlaps and not settings.is_contiguous,
     )
 
 

@@ -300,7 +300,7 @@ class _StepSimulation:
                 continue
             call = module.call
             if not number and at_logits is None:
-                # The head's: its gradients exist together, and are reduced after the logits' gradient is freed.
+                # The head's gradients exist together; they are reduced after the logits' gradient is freed.
                 new = sum(self.sizes[index] for index in module.params) if call.trained else 0
                 at_logits = self._raise_peak(peak, self.gathered + new)
             # The part's first gradient; in the head's part the norm's, which comes last.

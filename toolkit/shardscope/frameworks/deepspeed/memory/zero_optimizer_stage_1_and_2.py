@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardscope.core.plan import Plan
+    from shardscope.frameworks.deepspeed.layout import ZeroLayout
     from shardscope.frameworks.deepspeed.memory.training_state import ElementCounts, RankCounts
     from shardscope.memory.state.stages import Stage
 
@@ -64,8 +65,8 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
     optimizer = FP32 * counts.partition + compute_flat_state(recipe.optimizer, counts.partition)
     # The bucket. A pipeline without contiguous gradients has none in backward: it reduces after the schedule.
     reduces_late = is_reduced_late(layout.stage, bool(layout.overlap_comm), rank.accumulates)
-    in_backward = (plan.degrees.pp == 1) | layout.contiguous_gradients
-    bucket = in_backward * half * count_bucket_elements(plan, counts)
+    in_backward = (plan.degrees.pp == 1) | is_contiguous(layout)
+    bucket = in_backward * half * count_bucket_elements(plan, counts) * is_contiguous(layout)
     # With late reduction all gradients exist until backward has ended; else only the own partition's.
     gradients = where(reduces_late, counts.trained, counts.own_gradients)
     always_has_bucket = rank.accumulates & reduces_late
@@ -168,6 +169,11 @@ def _compute_initialisation(plan: Plan, stage: Stage, rank: RankCounts) -> Term:
     )
 
 
+def is_contiguous(layout: ZeroLayout) -> bool:
+    """Return whether gradients are copied into a contiguous bucket: always if the optimizer is offloaded."""
+    return layout.contiguous_gradients or layout.offload_optimizer is not None
+
+
 def is_reduced_late(stage: int, overlaps: bool, accumulates: bool) -> bool:
     """Return whether gradients are not partitioned until backward has ended, in stage 1 only.
 
@@ -182,7 +188,7 @@ def count_bucket_elements(plan: Plan, counts: ElementCounts) -> int:
     A contiguous bucket is allocated in full, however small the model; twice with ``overlap_comm``.
     """
     layout = get_layout(plan)
-    if not layout.contiguous_gradients:
+    if not is_contiguous(layout):
         return minimum(counts.trained, layout.reduce_bucket_size)
     return layout.reduce_bucket_size * (2 if layout.overlap_comm else 1)
 
@@ -195,7 +201,7 @@ def compute_pipeline_reduction_bytes(plan: Plan, rank: RankCounts) -> int:
     """
     layout = get_layout(plan)
     bucket = count_bucket_elements(plan, rank.counts)
-    if layout.contiguous_gradients:
+    if is_contiguous(layout):
         buckets = (rank.half + get_reduction_width(layout, plan.recipe)) * bucket
         copies = rank.half * rank.counts.final_reduction[1].staging
         return (layout.stage == 1) * (buckets + copies)
@@ -325,6 +331,8 @@ class _BackwardReduction:
         # Gradients that are larger than the bucket stay autograd's tensors until they are reduced; in stage 1
         # those of other ranks are never freed.
         self._outside_bucket = self._never_freed = 0
+        # Reduced gradients that are freed at the next reduction.
+        self._reduced_before = 0
 
     def run(self) -> tuple[BackwardPart, ...]:
         """Run all parts of backward and the final reduction."""
@@ -332,7 +340,9 @@ class _BackwardReduction:
         # The final reduction takes what is left in the bucket
         # (overlapping_partition_gradients_reduce_epilogue).
         copies = count_reduction_copies(self._bucket, self._options) if self._bucket else 0
-        last = PhaseElements(self._outside_bucket + copies, self._accumulated)
+        last = PhaseElements(self._outside_bucket - self._reduced_before + copies, self._accumulated)
+        if not self._options.is_contiguous:
+            return (*parts, BackwardPart(last, last))
         # A gradient larger than the bucket stays until it has been copied.
         copied = PhaseElements(self._outside_bucket, self._options.accumulated)
         return (*parts, BackwardPart(last, max(last, copied, key=_get_total)))
@@ -370,7 +380,7 @@ class _BackwardReduction:
                 # Attention's last two tensors in forward, with its output projection's matrix.
                 attention_output = max(attention_output, phase, key=_get_total)
             self._add_to_bucket(index)
-            if size > self._options.bucket_size:
+            if size > self._options.bucket_size and self._options.is_contiguous:
                 # A gradient for the host is a copy, not a view of autograd's tensor.
                 clone = (self._options.norm_width > 0) * size
                 peak = max(peak, self._build_phase(tied_gradient + clone), key=_get_total)
@@ -385,7 +395,18 @@ class _BackwardReduction:
     def _reduce_bucket(self, elements: int) -> tuple[PhaseElements, PhaseElements]:
         """Empty the bucket. Return the phases with its copies, and with its gradients accumulated."""
         options, has_own = self._options, self._options.has_own(self._bucket)
+        self._outside_bucket -= self._reduced_before
         with_copies = self._build_phase(elements + count_reduction_copies(self._bucket, options))
+        if not options.is_contiguous:
+            own = sum(gradient.size for gradient in self._bucket if options.is_own(gradient))
+            if options.partitions_gradients:
+                # Those of the own partition stay autograd's tensors.
+                self._accumulated += own
+                self._reduced_before = self._bucket_elements - own if options.frees_late else 0
+                self._outside_bucket = self._reduced_before
+            reduced = self._build_phase(elements)
+            self._bucket, self._bucket_elements = [], 0
+            return with_copies, reduced
         self._accumulated = options.accumulated if self._accumulated or has_own else 0
         reduced = self._build_phase(elements)
         if not (options.partitions_gradients or has_own):
@@ -399,7 +420,9 @@ class _BackwardReduction:
         self._bucket.append(self._gradients[index])
         self._bucket_elements += size
         self._earlier_gradients -= size * (self._earlier_gradients > 0)
-        if size > self._options.bucket_size:
+        if not self._options.is_contiguous:
+            self._outside_bucket += size
+        elif size > self._options.bucket_size:
             self._outside_bucket = self._never_freed + size
 
 
@@ -464,6 +487,11 @@ def count_late_reduction(
     removed = most = accumulated = elements = 0
     for gradient in (*place_gradients(sizes, is_vector, options.partitions), None):
         if bucket and (gradient is None or elements + gradient.size > options.bucket_size):
+            if not options.is_contiguous:
+                # Nothing is copied out of the gradients, and nothing freed.
+                most = max(most, count_reduction_copies(bucket, options))
+                bucket, elements = [gradient] if gradient else [], gradient.size if gradient else 0
+                continue
             in_bucket = elements if elements <= options.bucket_size else 0
             cloned = (options.norm_width > 0) * (elements - in_bucket)
             copies = max(cloned, count_reduction_copies(bucket, options))
@@ -471,7 +499,7 @@ def count_late_reduction(
             has_own = options.has_own(bucket)
             accumulated = options.accumulated if accumulated or has_own else 0
             most = max(most, accumulated - removed - in_bucket)
-            # Gradients too large for the bucket stay autograd's tensors if they are of other ranks' partitions.
+            # Gradients too large for the bucket stay autograd's tensors, if of other ranks' partitions.
             removed += elements if has_own else in_bucket
             bucket, elements = [], 0
         if gradient is not None:
