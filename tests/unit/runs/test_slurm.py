@@ -394,6 +394,29 @@ def test_a_job_that_has_just_ended_is_not_being_submitted(
     assert wait_until(lambda: run.status == "stopped")
 
 
+def test_commands_that_read_the_status_once_report_the_end_of_a_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each began to wait for the nodes' files again: `shardscope runs` said "stopping" for good."""
+    folder = write_queued_run(tmp_path)
+    seen = folder.path / "slurm" / job_watch.END_SEEN
+    seen.parent.mkdir()
+    job = Job("FAILED", "", "", "n[1-2]", preempted=False)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: job)
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: run.status == "stopping")
+    record = json.loads(seen.read_text())
+    # Another attempt has its own end, and so has what another machine's clock stamped.
+    for changed in ({"restarts": 1}, {"machine": "login2"}):
+        write_json(seen, {**record, "time": record["time"] - 60, **changed})
+        run = ss.Run.attach(folder.path)
+        assert wait_until(lambda run=run: run.status == "stopping"), run.reason
+    # A minute later, in another process.
+    write_json(seen, {**record, "time": record["time"] - 60})
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: run.status == "failed") and "job 7 ended as FAILED" in run.reason
+
+
 def test_the_reason_of_a_job_that_starts_is_not_that_of_its_submission(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
