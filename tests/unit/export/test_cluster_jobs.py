@@ -95,6 +95,19 @@ def test_the_sbatch_file_starts_torchrun_on_each_node(framework: str, tmp_path: 
     assert second == [*expected[:5], "1", *expected[6:], "train.py", "--steps", "a b"]
 
 
+@pytest.mark.parametrize("cluster", ["2xcpu", "2x1xcpu"])
+def test_the_sbatch_file_passes_its_environment_on_at_sites_that_export_none(
+    cluster: str, tmp_path: Path
+) -> None:
+    """srun found no bash where jobs start with --export=NONE, and the ranks not their master's address."""
+    build_plan(LAYOUTS["ddp"], cluster).export(tmp_path)
+    write_program(tmp_path / "bin", "scontrol", 'echo "NodeAddr=10.0.0.7"\n')
+    write_program(tmp_path / "bin", "srun", 'echo "${SLURM_EXPORT_ENV-all}"\n')
+    variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "1"}
+    lines = run_bash(tmp_path, "job.sbatch", SLURM_CPUS_PER_TASK="1", SLURM_EXPORT_ENV="NONE", **variables)
+    assert lines == ["all"]
+
+
 def test_the_sbatch_file_of_one_node_opens_no_port_to_others(tmp_path: Path) -> None:
     build_plan(LAYOUTS["ddp"], "2xcpu").export(tmp_path)
     write_program(tmp_path / "bin", "srun", 'echo "$SRUN_CPUS_PER_TASK"; printf "%s\\n" "$@"\n')
