@@ -179,6 +179,26 @@ def test_fault_77_an_allocation_around_the_kernel_is_not_passed_on() -> None:
     assert clean_environment(environment) == {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
 
 
+def test_the_account_of_the_environment_pays_for_the_job() -> None:
+    """It was removed with the variables of an allocation, and the user's default account paid."""
+    assert clean_environment({"SBATCH_ACCOUNT": "physics"}) == {"SBATCH_ACCOUNT": "physics"}
+
+
+def test_the_job_has_no_wckey_of_submitit(tmp_path: Path) -> None:
+    """Sites that enforce wckeys refuse "submitit"."""
+    skip_without("submitit")
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    for extra in ({}, {"wckey": "ours"}):
+        target, folder = ss.Slurm(extra=extra), RunFolder(tmp_path / "run")
+        parameters: dict[str, Any] = build_parameters(
+            folder, make_plan("2x4xa100-sxm-80gb"), target, PARTITION, starts_again=False
+        )
+        script = _make_sbatch_string(command="true", folder=tmp_path, **parameters)
+        assert "submitit" not in script.partition("# command")[0].replace(str(tmp_path), "")
+        assert ("#SBATCH --wckey=ours" in script) == bool(extra)
+
+
 def test_parameters_follow_the_plan(tmp_path: Path) -> None:
     plan = make_plan("2x4xa100-sxm-80gb")
     target = ss.Slurm(qos="high", setup=["module load cuda"], extra={"mem": "64G"})
