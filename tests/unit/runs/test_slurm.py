@@ -39,6 +39,7 @@ from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.slurm import parse_minutes
 from shardscope.runs.backends.slurm_job import Job, clean_environment, parse_records
 from shardscope.runs.backends.slurm_submission import Partition, build_parameters
+from shardscope.runs.launch.rank import check_cuda_build
 from shardscope.runs.launch.supervision.run_end import describe_node_logs
 
 PARTITION = Partition("a100", 60, (Node("n1", "10.0.0.1", "n1", 64, (("a100", 8),)),) * 2)
@@ -197,6 +198,17 @@ def test_the_job_has_no_wckey_of_submitit(tmp_path: Path) -> None:
         script = _make_sbatch_string(command="true", folder=tmp_path, **parameters)
         assert "submitit" not in script.partition("# command")[0].replace(str(tmp_path), "")
         assert ("#SBATCH --wckey=ours" in script) == bool(extra)
+
+
+def test_a_torch_without_cuda_on_the_nodes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason was "module 'torch._C' has no attribute '_cuda_setDevice'"."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RuntimeError, match=r"built without CUDA\. Fix: .*ss\.Slurm\(python="):
+        check_cuda_build()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    check_cuda_build()
 
 
 def test_parameters_follow_the_plan(tmp_path: Path) -> None:
