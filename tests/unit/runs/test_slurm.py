@@ -175,6 +175,22 @@ def test_gpus_of_a_node_are_read_as_slurm_writes_them(gres: str, gpus: tuple[tup
     assert node.gpus == gpus
 
 
+def test_slices_of_gpus_are_no_whole_gpus() -> None:
+    """Seven slices beside four H100 counted as eleven H100, and the job asked for GPUs of any type."""
+    mixed = Node("n1", "", "", 64, (("h100", 4), ("1g.10gb", 7)))
+    pool = nodes.NodePool("partition gpu", (mixed,))
+    with pytest.raises(FieldError, match=r"gpus_per_node is 8; allowed: 1 to 4 on 1 node"):
+        nodes.check_nodes(make_plan("8xh100-sxm-80gb"), pool)
+    nodes.check_nodes(make_plan("4xh100-sxm-80gb"), pool)
+    assert str(nodes.build_cluster(pool, "h100-sxm-80gb", "gpu")) == "4xh100-sxm-80gb"
+    slices = nodes.NodePool("partition mig", (Node("n2", "", "", 64, (("a100_1g.5gb", 7),)),))
+    with pytest.raises(FieldError, match=r"plan\.cluster\.gpu is 'a100-sxm-40gb'"):
+        nodes.check_nodes(make_plan("4xa100-sxm-40gb"), slices)
+    with pytest.raises(FieldError, match=r"whole GPUs: .* 'a100_1g\.5gb' is a slice"):
+        nodes.build_cluster(slices, None, "gpu")
+    assert nodes.is_same_gpu("1g.10gb", "nvidia-a100-sxm4-80gb-mig-1g.10gb")
+
+
 def test_fault_77_an_allocation_around_the_kernel_is_not_passed_on() -> None:
     environment = {"SLURM_NTASKS": "9", "SBATCH_QOS": "x", "SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
     assert clean_environment(environment) == {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
