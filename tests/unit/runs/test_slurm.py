@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fake_runs import wait_until
-from tests.requirements import skip_without
+from tests.requirements import needs, skip_without
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -218,7 +218,7 @@ def test_the_job_has_no_wckey_of_submitit(tmp_path: Path) -> None:
 
 def test_a_torch_without_cuda_on_the_nodes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason was "module 'torch._C' has no attribute '_cuda_setDevice'"."""
-    torch = pytest.importorskip("torch")
+    torch = needs("torch")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(RuntimeError, match=r"built without CUDA\. Fix: .*ss\.Slurm\(python="):
