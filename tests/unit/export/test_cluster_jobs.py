@@ -142,6 +142,15 @@ def test_the_train_job_installs_what_train_py_imports_and_starts_it(framework: s
     assert volumes[0]["configMap"]["name"] == job["metadata"]["name"] and job["metadata"]["name"] in started
 
 
+@pytest.mark.parametrize(("cluster", "is_noted"), [("2x8xmi300x-192gb", True), ("2x8xh100-sxm-80gb", False)])
+def test_jobs_on_amd_gpus_name_the_torch_that_pip_does_not_install(
+    cluster: str, is_noted: bool, tmp_path: Path
+) -> None:
+    build_plan(LAYOUTS["ddp"], cluster).export(tmp_path)
+    for name in ("trainjob.yaml", "sky.yaml"):
+        assert ("a torch for ROCm" in (tmp_path / name).read_text()) == is_noted
+
+
 @thorough()
 @pytest.mark.parametrize("cluster", ["2x8xh100-sxm-80gb", "8xmi300x-192gb", "2x1xcpu"])
 def test_kubeflows_own_models_read_the_train_job(cluster: str) -> None:
