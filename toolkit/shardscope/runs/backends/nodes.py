@@ -151,7 +151,8 @@ def check_nodes(plan: Plan, pool: NodePool) -> None:
         refuse("plan.cluster.gpu", cluster.gpu.name, f"GPUs of {pool.describe()}", fix)
     if cluster.gpus_per_node > most:
         nodes = f"{cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)}"
-        allowed = f"1 to {most} on {nodes} of {pool.describe()}"
+        counts_allowed = f"1 to {most}" if most > 1 else "1"
+        allowed = f"{counts_allowed} on {nodes} of {pool.describe()}"
         refuse("plan.cluster.gpus_per_node", cluster.gpus_per_node, allowed, Value(most))
 
 
