@@ -70,6 +70,15 @@ def test_cpu_ranks_share_the_hosts_memory() -> None:
         (["8xcpu"], "8x"),
         ("8xh100-sxm-80gb\0", "8x"),
         ("٨xcpu", "8x"),
+        ("4*8*h100", "4x8xh100-sxm-80gb"),
+        ("4 nodes x 8 l40s", "4x8xl40s-48gb"),
+        ("h100-sxm-80gb:8", "8xh100-sxm-80gb"),
+        ("cpux2", "2xcpu"),
+        ("2x8xh100_sxm_80gb", "2x8xh100-sxm-80gb"),
+        ("2x8xNVIDIA H100 80GB HBM3", "2x8xh100-sxm-80gb"),
+        ("Tesla V100", "v100-sxm-32gb"),
+        ("4x4xgb200-nvl72", "4x4xgb200-186gb"),
+        ("2x8xh100-sxm-80gb, 1x4xl40s-48gb", "2x8xh100-sxm-80gb"),
     ],
 )
 def test_invalid_text_raises_with_the_nearest_cluster(bad: Any, near: str) -> None:

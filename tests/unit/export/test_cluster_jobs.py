@@ -95,6 +95,19 @@ def test_the_sbatch_file_starts_torchrun_on_each_node(framework: str, tmp_path: 
     assert second == [*expected[:5], "1", *expected[6:], "train.py", "--steps", "a b"]
 
 
+@pytest.mark.parametrize("cluster", ["2xcpu", "2x1xcpu"])
+def test_the_sbatch_file_passes_its_environment_on_at_sites_that_export_none(
+    cluster: str, tmp_path: Path
+) -> None:
+    """srun found no bash where jobs start with --export=NONE, and the ranks not their master's address."""
+    build_plan(LAYOUTS["ddp"], cluster).export(tmp_path)
+    write_program(tmp_path / "bin", "scontrol", 'echo "NodeAddr=10.0.0.7"\n')
+    write_program(tmp_path / "bin", "srun", 'echo "${SLURM_EXPORT_ENV-all}"\n')
+    variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "1"}
+    lines = run_bash(tmp_path, "job.sbatch", SLURM_CPUS_PER_TASK="1", SLURM_EXPORT_ENV="NONE", **variables)
+    assert lines == ["all"]
+
+
 def test_the_sbatch_file_of_one_node_opens_no_port_to_others(tmp_path: Path) -> None:
     build_plan(LAYOUTS["ddp"], "2xcpu").export(tmp_path)
     write_program(tmp_path / "bin", "srun", 'echo "$SRUN_CPUS_PER_TASK"; printf "%s\\n" "$@"\n')
@@ -127,6 +140,15 @@ def test_the_train_job_installs_what_train_py_imports_and_starts_it(framework: s
     pod = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     volumes = pod["template"]["spec"]["template"]["spec"]["volumes"]
     assert volumes[0]["configMap"]["name"] == job["metadata"]["name"] and job["metadata"]["name"] in started
+
+
+@pytest.mark.parametrize(("cluster", "is_noted"), [("2x8xmi300x-192gb", True), ("2x8xh100-sxm-80gb", False)])
+def test_jobs_on_amd_gpus_name_the_torch_that_pip_does_not_install(
+    cluster: str, is_noted: bool, tmp_path: Path
+) -> None:
+    build_plan(LAYOUTS["ddp"], cluster).export(tmp_path)
+    for name in ("trainjob.yaml", "sky.yaml"):
+        assert ("a torch for ROCm" in (tmp_path / name).read_text()) == is_noted
 
 
 @thorough()

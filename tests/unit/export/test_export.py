@@ -256,6 +256,10 @@ def test_launch_commands_on_several_nodes_have_rendezvous_arguments(tmp_path: Pa
     assert arguments[arguments.index("--machine_rank") + 1] == "2"
     assert arguments[arguments.index("--main_process_ip") + 1] == "node-0"
     assert arguments[-2:] == [str(script), "--fast"], "relative paths of scripts start at the user's folder"
+    assert "--main_process_port" not in arguments, "the configuration has one"
+    environment["MASTER_PORT"] = "29511"
+    arguments = list_launcher_arguments(tmp_path, "accelerate_launch.sh", "mine.py", **environment)
+    assert arguments[arguments.index("--main_process_port") + 1] == "29511"
     with pytest.raises(RuntimeError, match="the path of a script"):
         list_launcher_arguments(tmp_path, "accelerate_launch.sh", **environment)
 

@@ -13,6 +13,7 @@ from random_plans import plans
 from tests.requirements import examples, thorough
 
 import shardscope as ss
+from shardscope.catalog import links
 from shardscope.core.number_format import format_gib
 from shardscope.core.precision import widths
 from shardscope.frameworks.registry import frameworks
@@ -228,6 +229,14 @@ def test_tensor_parallel_over_pcie() -> None:
     assert plan.cluster.intra_node_link.name in finding.why
 
 
+def test_tensor_parallel_groups_that_the_end_of_a_node_divides_are_reported() -> None:
+    """Four ranks of six GPUs a node: the second four are on two nodes."""
+    plan = make_plan("llama-3.1-8b", "2x6xh100-sxm-80gb", ss.Layout.megatron(tp=4), global_batch_size=12)
+    finding = find_only(plan, "tensor-parallel-over-slow-link")
+    assert "4 tensor-parallel ranks exchange activations across nodes over infiniband-ndr" in finding.why
+    assert finding.plan is not None and 6 % finding.plan.degrees.tp == 0
+
+
 def test_tensor_parallel_inside_a_node_with_nvlink() -> None:
     plan = make_plan(
         "llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=4), global_batch_size=256
@@ -275,6 +284,35 @@ def test_too_many_shards_are_reported() -> None:
     assert finding.plan is not None and finding.plan.degrees.shard < 512
     assert finding.plan.step().tokens_per_second > plan.step().tokens_per_second
     assert find_by_name(make_plan("llama-3.1-8b"), "sharded-too-finely") is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "change"),
+    [
+        (ss.Layout.fsdp2(), "replicate=4: shard over 8 ranks"),
+        (ss.Layout.zero(3), "zero_hpz_partition_size=8"),
+    ],
+)
+def test_shards_across_a_slow_network_are_reported(layout: ss.Layout, change: str) -> None:
+    """Four nodes on 25 Gb/s Ethernet waited for it 85 % of the step, and no finding said so."""
+    fast = make_plan("llama-3.1-8b", "4x8xh100-sxm-80gb", layout, seq_len=4096, global_batch_size=64)
+    assert find_by_name(fast, "shards-cross-nodes") is None
+    plan = replace(fast, cluster=replace(fast.cluster, inter_node_link=links["ethernet-25g"]))
+    finding, step = find_only(plan, "shards-cross-nodes"), plan.step()
+    waits = step.parts["gathers"] + step.parts["gradients"]
+    assert finding.number == pytest.approx(100 * waits / step.seconds) and finding.change == change
+    assert "over 32 ranks cross nodes over ethernet-25g (3.1 GB/s per GPU)" in finding.why
+    assert finding.plan is not None and finding.plan.memory().fits
+    assert finding.plan.step().tokens_per_second > 1.5 * step.tokens_per_second
+    assert find_by_name(finding.plan, "shards-cross-nodes") is None
+
+
+def test_shards_inside_of_odd_nodes_are_suggested_only_if_all_are() -> None:
+    """Shards of three ranks are on two of the nodes of five GPUs."""
+    plan = make_plan("llama-3.2-1b", "3x5xh100-sxm-80gb", seq_len=1024, global_batch_size=60)
+    plan = replace(plan, cluster=replace(plan.cluster, inter_node_link=links["ethernet-25g"]))
+    finding = find_only(plan, "shards-cross-nodes")
+    assert finding.plan is not None and finding.plan.degrees.shard == 5
 
 
 def test_shards_of_4_bit_weights_are_counted_as_they_are_stored() -> None:

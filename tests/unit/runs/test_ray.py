@@ -92,6 +92,24 @@ def test_a_kernel_without_ray_is_told_what_to_install(monkeypatch: pytest.Monkey
         ss.Ray.inventory()
 
 
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        ("10.0.0.1", "10.0.0.1:6379"),
+        ("http://head.example:8265", "head.example:6379"),
+        ("ray://head", "ray://head:10001"),
+        ("ray://", "auto"),
+        ("local", "auto"),
+        ("", "auto"),
+    ],
+)
+def test_an_address_without_a_port_is_completed(address: str, meant: str) -> None:
+    with pytest.raises(FieldError) as refused:
+        ss.Ray(address=address)
+    assert refused.value.changes == {"Ray.address": meant}
+    ss.Ray(address=meant)
+
+
 @pytest.mark.parametrize("field", ["Ray.address", "RAY_ADDRESS"])
 def test_an_address_where_nothing_listens_is_refused_at_once(
     field: str, monkeypatch: pytest.MonkeyPatch

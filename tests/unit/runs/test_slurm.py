@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fake_runs import wait_until
-from tests.requirements import skip_without
+from tests.requirements import needs, skip_without
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
@@ -39,6 +39,7 @@ from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.slurm import parse_minutes
 from shardscope.runs.backends.slurm_job import Job, clean_environment, parse_records
 from shardscope.runs.backends.slurm_submission import Partition, build_parameters
+from shardscope.runs.launch.rank import check_cuda_build
 from shardscope.runs.launch.supervision.run_end import describe_node_logs
 
 PARTITION = Partition("a100", 60, (Node("n1", "10.0.0.1", "n1", 64, (("a100", 8),)),) * 2)
@@ -174,9 +175,56 @@ def test_gpus_of_a_node_are_read_as_slurm_writes_them(gres: str, gpus: tuple[tup
     assert node.gpus == gpus
 
 
+def test_slices_of_gpus_are_no_whole_gpus() -> None:
+    """Seven slices beside four H100 counted as eleven H100, and the job asked for GPUs of any type."""
+    mixed = Node("n1", "", "", 64, (("h100", 4), ("1g.10gb", 7)))
+    pool = nodes.NodePool("partition gpu", (mixed,))
+    with pytest.raises(FieldError, match=r"gpus_per_node is 8; allowed: 1 to 4 on 1 node"):
+        nodes.check_nodes(make_plan("8xh100-sxm-80gb"), pool)
+    nodes.check_nodes(make_plan("4xh100-sxm-80gb"), pool)
+    assert str(nodes.build_cluster(pool, "h100-sxm-80gb", "gpu")) == "4xh100-sxm-80gb"
+    slices = nodes.NodePool("partition mig", (Node("n2", "", "", 64, (("a100_1g.5gb", 7),)),))
+    with pytest.raises(FieldError, match=r"plan\.cluster\.gpu is 'a100-sxm-40gb'"):
+        nodes.check_nodes(make_plan("4xa100-sxm-40gb"), slices)
+    with pytest.raises(FieldError, match=r"whole GPUs: .* 'a100_1g\.5gb' is a slice"):
+        nodes.build_cluster(slices, None, "gpu")
+    assert nodes.is_same_gpu("1g.10gb", "nvidia-a100-sxm4-80gb-mig-1g.10gb")
+
+
 def test_fault_77_an_allocation_around_the_kernel_is_not_passed_on() -> None:
     environment = {"SLURM_NTASKS": "9", "SBATCH_QOS": "x", "SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
     assert clean_environment(environment) == {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
+
+
+def test_the_account_of_the_environment_pays_for_the_job() -> None:
+    """It was removed with the variables of an allocation, and the user's default account paid."""
+    assert clean_environment({"SBATCH_ACCOUNT": "physics"}) == {"SBATCH_ACCOUNT": "physics"}
+
+
+def test_the_job_has_no_wckey_of_submitit(tmp_path: Path) -> None:
+    """Sites that enforce wckeys refuse "submitit"."""
+    skip_without("submitit")
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    for extra in ({}, {"wckey": "ours"}):
+        target, folder = ss.Slurm(extra=extra), RunFolder(tmp_path / "run")
+        parameters: dict[str, Any] = build_parameters(
+            folder, make_plan("2x4xa100-sxm-80gb"), target, PARTITION, starts_again=False
+        )
+        script = _make_sbatch_string(command="true", folder=tmp_path, **parameters)
+        assert "submitit" not in script.partition("# command")[0].replace(str(tmp_path), "")
+        assert ("#SBATCH --wckey=ours" in script) == bool(extra)
+
+
+def test_a_torch_without_cuda_on_the_nodes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason was "module 'torch._C' has no attribute '_cuda_setDevice'"."""
+    torch = needs("torch")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RuntimeError, match=r"built without CUDA\. Fix: .*ss\.Slurm\(python="):
+        check_cuda_build()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    check_cuda_build()
 
 
 def test_parameters_follow_the_plan(tmp_path: Path) -> None:
@@ -392,6 +440,29 @@ def test_a_job_that_has_just_ended_is_not_being_submitted(
     monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("CANCELLED", "", "", "", False))
     run = ss.Run.attach(folder.path)
     assert wait_until(lambda: run.status == "stopped")
+
+
+def test_commands_that_read_the_status_once_report_the_end_of_a_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each began to wait for the nodes' files again: `shardscope runs` said "stopping" for good."""
+    folder = write_queued_run(tmp_path)
+    seen = folder.path / "slurm" / job_watch.END_SEEN
+    seen.parent.mkdir()
+    job = Job("FAILED", "", "", "n[1-2]", preempted=False)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: job)
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: run.status == "stopping")
+    record = json.loads(seen.read_text())
+    # Another attempt has its own end, and so has what another machine's clock stamped.
+    for changed in ({"restarts": 1}, {"machine": "login2"}):
+        write_json(seen, {**record, "time": record["time"] - 60, **changed})
+        run = ss.Run.attach(folder.path)
+        assert wait_until(lambda run=run: run.status == "stopping"), run.reason
+    # A minute later, in another process.
+    write_json(seen, {**record, "time": record["time"] - 60})
+    run = ss.Run.attach(folder.path)
+    assert wait_until(lambda: run.status == "failed") and "job 7 ended as FAILED" in run.reason
 
 
 def test_the_reason_of_a_job_that_starts_is_not_that_of_its_submission(

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 import shardscope as ss
 from shardscope.catalog import links
-from shardscope.timing.collectives import compute_transfer_seconds, find_bounding_link, place_group
+from shardscope.timing.collectives import (
+    compute_transfer_seconds,
+    crosses_nodes,
+    find_bounding_link,
+    place_group,
+)
 from shardscope.timing.rates import MeasuredCalls, look_up_rates
 from shardscope.timing.traffic import Collective, Transfer
 
@@ -86,6 +91,44 @@ def test_find_bounding_link_returns_the_slowest_link() -> None:
 )  # fmt: skip
 def test_place_group_follows_the_rank_stride(ranks: int, stride: int, members: int, num_nodes: int) -> None:
     assert place_group(ranks, stride, 8) == (members, num_nodes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "per_node", "members", "num_nodes"),
+    [(3, 1, 5, 1, 2), (4, 1, 6, 2, 2), (2, 2, 6, 1, 2), (5, 1, 5, 5, 1), (3, 2, 6, 3, 1), (15, 1, 5, 5, 3)],
+)
+def test_a_group_that_the_end_of_a_node_divides_is_on_two_nodes(
+    ranks: int, stride: int, per_node: int, members: int, num_nodes: int
+) -> None:
+    """Three ranks of five GPUs a node counted as inside a node, though the second three are on two."""
+    assert place_group(ranks, stride, per_node) == (members, num_nodes)
+    assert crosses_nodes(ranks * stride, per_node) == (num_nodes > 1)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("inside", ["nvlink-4", "pcie-3-x16"])
+def test_a_step_waits_for_the_slowest_of_groups_on_one_and_on_two_nodes(
+    collective: Collective, inside: str
+) -> None:
+    rates = look_up_rates(replace(MANY, intra_node_link=links[inside]))
+    transfer = build_transfer(collective, 1e14, 4)
+    seconds, whole = (compute_transfer_seconds(transfer, per_node, rates) for per_node in (6, 4))
+    # As of two nodes of two GPUs each.
+    halves = compute_transfer_seconds(transfer, 2, rates)
+    assert seconds == max(whole, halves)
+    bounding = find_bounding_link(transfer, 6, rates)
+    for name, link in (("inside", rates.inside), ("between", rates.between)):
+        faster = replace(rates, **{name: link._replace(bytes_per_second=1.01 * link.bytes_per_second)})
+        is_shorter = compute_transfer_seconds(transfer, 6, faster) < 0.999 * seconds
+        assert is_shorter == (bounding == link), name
+
+
+def test_arrays_have_groups_on_one_and_on_two_nodes() -> None:
+    ranks = np.array([1, 2, 3, 4, 6, 12])
+    together = compute_transfer_seconds(build_transfer("all_gather", 1e9, ranks), 6, RATES)
+    alone = [compute_transfer_seconds(build_transfer("all_gather", 1e9, int(n)), 6, RATES) for n in ranks]
+    assert together == pytest.approx(alone, rel=1e-12)
+    assert alone[3] > alone[4]
 
 
 @given(

@@ -264,16 +264,17 @@ class Cluster(Serializable):
         # GPU names start with a letter and may contain an x (rtx-4090): only leading counts are split.
         match = re.fullmatch(r"((?:[0-9]{1,9}x){0,2})([a-z][a-z0-9.-]*)", squeezed)
         if not match:
-            refuse("cluster", text, form, Value("8xh100-sxm-80gb"))
+            fix = _find_similar_cluster(text) or "8xh100-sxm-80gb"
+            mixed = "; all GPUs of a plan are of one type" if re.search("[,;+]", text) else ""
+            refuse("cluster", text, f"{form}{mixed}", Value(fix))
         counts = [int(count) for count in match[1].split("x") if count]
         # The last count is GPUs per node: "4x8x..." is four nodes of eight.
         per_node, nodes = (counts or [1])[-1], counts[0] if len(counts) == 2 else 1
         if match[2] not in gpus:
-            meant = find_similar(match[2], gpus)
+            meant = _find_similar_cluster(text)
             own = "Cluster.of(Gpu(...), gpus_per_node), of its own figures (shardscope.core.cluster.Gpu)"
-            fix = Value(match[1] + meant) if meant else own
             allowed, problem = f"{form}; types: {', '.join(gpus)}", f"{match[2]} is not in the catalogue"
-            refuse("cluster", text, allowed, fix, problem=problem)
+            refuse("cluster", text, allowed, Value(meant) if meant else own, problem=problem)
         return cls.of(gpus[match[2]], per_node, nodes)
 
     @classmethod
@@ -289,6 +290,36 @@ class Cluster(Serializable):
         from shardscope.machine.detection import detect_cluster
 
         return detect_cluster()
+
+
+def _find_similar_cluster(text: str) -> str | None:
+    """Return the valid text that another spelling means: that of nvidia-smi, "4*8*h100", "h100:8"; or None.
+
+    Of a list of several kinds of GPUs it is the first one.
+    """
+    from shardscope.catalog import gpus, load_table  # circular import
+
+    first = re.split("[,;+]", text.lower().replace("×", "x"))[0]
+    rest = re.sub(r"\b(nodes?|gpus?)\b", "", first).strip()
+    counts = []
+    while match := re.match(r"([0-9]{1,6})(?:\s*[x*:]\s*|\s+)(?=[0-9a-z])", rest):
+        counts.append(match[1])
+        rest = rest[match.end() :]
+    # Slurm and SkyPilot write the number of GPUs behind their type. Four digits are part of a name: rtx4090.
+    if match := re.search(r"\s*[x*:]\s*([0-9]{1,3})$", rest):
+        counts.append(match[1])
+        rest = rest[: match.start()]
+    if len(counts) > 2 or not re.match("[a-z]", rest):
+        return None
+    amount, name = "".join(f"{count}x" for count in counts), re.sub(r"[\s_-]+", "-", rest)
+    for known, entry in load_table("gpus").items():
+        if any(name == driver.lower().replace(" ", "-") for driver in entry["driver_names"]):
+            return amount + known
+    name = re.sub(r"^((nvidia|amd|tesla|instinct|geforce)-)+", "", name)
+    # The model number alone, as of "gb200-nvl72".
+    model, numbered = name.partition("-")[0], (known for known in gpus if re.match(r"[a-z]+[0-9]", known))
+    meant = find_similar(name, gpus) or next((one for one in numbered if one.startswith(f"{model}-")), None)
+    return None if meant is None else amount + meant
 
 
 def choose_mixed_precision(gpu: Gpu) -> Literal["bf16-mixed", "fp16-mixed"]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import cache_by_numbers, ceil_div, map_distinct, maximum, minimum, where
+from shardscope.core.ops import any_true, cache_by_numbers, ceil_div, map_distinct, maximum, minimum, where
 from shardscope.timing.rates import LinkRate, Rates
 
 if TYPE_CHECKING:
@@ -36,10 +36,32 @@ class Placement(NamedTuple):
 
 
 def place_group(ranks: int, stride: int, gpus_per_node: int) -> Placement:
-    """Return the placement of a group whose ranks are ``stride`` GPUs apart."""
+    """Return the placement of a group whose ranks are ``stride`` GPUs apart.
+
+    If the end of a node divides some groups of a kind, it is that of a divided one.
+    """
     members = minimum(ranks, maximum(1, gpus_per_node // stride))
     # A group whose first and last rank are on one node is intra-node.
-    return Placement(members, where((ranks - 1) * stride < gpus_per_node, 1, ceil_div(ranks, members)))
+    num_nodes = where((ranks - 1) * stride < gpus_per_node, 1, ceil_div(ranks, members))
+    is_divided = _is_divided(ranks, stride, gpus_per_node)
+    # The smaller part of the first divided group: it has the fewest network adapters.
+    on_first_node = gpus_per_node % (ranks * stride)
+    fewest = maximum(1, minimum(on_first_node, ranks * stride - on_first_node) // stride)
+    return Placement(where(is_divided, fewest, members), where(is_divided, 2, num_nodes))
+
+
+def _is_divided(ranks: int, stride: int, gpus_per_node: int) -> bool:
+    """Return whether groups fit into a node, but not a whole number of them: some are on two nodes.
+
+    Of groups of three ranks on nodes of five GPUs, the second one has two on one node and one on the next.
+    """
+    span = ranks * stride
+    return (span < gpus_per_node) & (gpus_per_node % span > 0)
+
+
+def crosses_nodes(ranks: int, gpus_per_node: int) -> bool:
+    """Return whether groups of so many consecutive ranks are on several nodes, all or some of them."""
+    return place_group(ranks, 1, gpus_per_node).num_nodes > 1
 
 
 def compute_transfer_seconds(transfer: Transfer, gpus_per_node: int, rates: Rates) -> float:
@@ -60,20 +82,35 @@ def compute_call_seconds(
     """Return the seconds of one collective, split into ``messages`` calls."""
     inside, between = rates.inside, rates.between
     placement = place_group(ranks, stride, gpus_per_node)
-    if collective == "send":
-        call_seconds = _compute_send(num_bytes, placement, inside, between)
-    elif collective == "all_to_all":
-        call_seconds = _compute_all_to_all(num_bytes, ranks, placement, messages, inside, between)
-    else:
-        call_seconds = _compute_ring_or_tree(
-            collective, num_bytes, ranks, placement, messages, inside, between
-        )
+    call_seconds = _compute_placed(collective, num_bytes, ranks, placement, messages, inside, between)
+    is_divided = _is_divided(ranks, stride, gpus_per_node)
+    if any_true(is_divided):
+        # All ranks of a step wait for the slowest group: one on two nodes, or one inside a node.
+        whole = _compute_placed(collective, num_bytes, ranks, Placement(ranks, 1), messages, inside, between)
+        call_seconds = where(is_divided, maximum(call_seconds, whole), call_seconds)
     # A measured curve replaces the formula only for groups like the measured one: as many ranks, on one node.
     if measured := rates.collectives.get(collective):
         was_measured = (ranks == measured.ranks) & (placement.num_nodes == 1)
         call_seconds = where(was_measured, measured.seconds(num_bytes, messages), call_seconds)
     # A product instead of ``where``: of an array of degrees, those of 1 need no collective.
     return (ranks > 1) * call_seconds
+
+
+def _compute_placed(
+    collective: Collective,
+    num_bytes: float,
+    ranks: int,
+    placement: Placement,
+    messages: float,
+    inside: LinkRate,
+    between: LinkRate,
+) -> float:
+    """Return the seconds of one collective of a group with this placement."""
+    if collective == "send":
+        return _compute_send(num_bytes, placement, inside, between)
+    if collective == "all_to_all":
+        return _compute_all_to_all(num_bytes, ranks, placement, messages, inside, between)
+    return _compute_ring_or_tree(collective, num_bytes, ranks, placement, messages, inside, between)
 
 
 @lru_cache(maxsize=64)
@@ -100,12 +137,14 @@ def find_bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> 
     # A send has the same bytes on every hop. Of an all-to-all most bytes leave the node, over the rank's own
     # adapter; a ring uses the adapters of all its members on a node.
     near, across = 1.0, 1.0
+    is_divided = _is_divided(transfer.ranks, transfer.stride, gpus_per_node)
     if transfer.collective == "all_to_all":
         near, across = placement.members - 1, transfer.ranks - placement.members
+        near = transfer.ranks - 1 if is_divided else near
     elif transfer.collective != "send":
         across = 1 / placement.members
     is_inside = near / inside.bytes_per_second > across / between.bytes_per_second
-    return inside if placement.members > 1 and is_inside else between
+    return inside if (placement.members > 1 or is_divided) and is_inside else between
 
 
 def _compute_ring_or_tree(

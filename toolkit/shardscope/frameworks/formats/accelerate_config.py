@@ -100,10 +100,12 @@ def _render_launch_script(plan: Plan) -> str:
         else ""
     )
     note = "Run it on every node. " if has_nodes else ""
+    shared = "the first" if has_nodes else "this"
+    port = f"Jobs that share {shared} node need a MASTER_PORT each. " if plan.world_size > 1 else ""
     return (
         SHELL
         + render_header(
-            plan, f"{note}The first argument is your own script; further arguments are passed to it."
+            plan, f"{note}{port}The first argument is your own script; further arguments are passed to it."
         )
         + ': "${1:?the path of a script that uses Accelerator or Trainer}"\n'
         # Resolved first: a relative path is the user's, and the next line changes to the export's folder.
@@ -113,5 +115,7 @@ def _render_launch_script(plan: Plan) -> str:
         + machines
         + f"exec accelerate launch --config_file {CONFIG_FILE} "
         + ('"${machines[@]}" ' if has_nodes else "")
+        # As torchrun.sh has it, for jobs that share a node: the configuration's port is the same for all.
+        + '${MASTER_PORT:+--main_process_port "$MASTER_PORT"} '
         + '"$script" "$@"\n'
     )

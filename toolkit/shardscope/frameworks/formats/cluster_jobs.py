@@ -131,6 +131,7 @@ def _render_train_job(
         plan,
         "It needs Kubeflow Trainer 2.2 or newer, with its runtime torch-distributed, and a ConfigMap "
         f"{name} of the files. args are options of {files[0]}.",
+        *_list_torch_notes(plan, "the runtime's image"),
         _describe_storage("The pods and their disks are deleted"),
     )
     create = " ".join(f"--from-file={file}" for file in files)
@@ -172,6 +173,7 @@ def _render_sky_task(
     header = render_header(
         plan,
         f"SkyPilot's GPU names do not tell SXM from PCIe. OPTIONS are those of {script}.",
+        *_list_torch_notes(plan, "resources.image_id"),
         _describe_storage("Each machine has a disk of its own, and sky down deletes it"),
     )
     return Exported(
@@ -215,6 +217,13 @@ def _render_ray_job(
 def _describe_storage(why: str) -> str:
     """Return as a comment where the job's program has to write."""
     return f"{why}: results have to go to storage that all nodes share, in options as an absolute path."
+
+
+def _list_torch_notes(plan: Plan, image: str) -> list[str]:
+    """Return as comments what the installation of packages does not do for the plan's GPUs."""
+    if plan.cluster.gpu.vendor != "amd":
+        return []
+    return [f"PyPI's torch is for NVIDIA: {image} has to have a torch for ROCm, which pip then keeps."]
 
 
 def _render_install(packages: Sequence[str]) -> str:

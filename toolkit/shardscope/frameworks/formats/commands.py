@@ -25,6 +25,10 @@ HEAD_ADDRESS=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o 'NodeA
 PORT=$((20000 + SLURM_JOB_ID % 10000))
 export HEAD_ADDRESS PORT
 """
+PASS_ENVIRONMENT = """\
+# At sites whose jobs start with --export=NONE, srun would pass none of this script's variables on.
+unset SLURM_EXPORT_ENV
+"""
 INHERIT_CPUS = """\
 # Since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -176,6 +180,7 @@ def _render_sbatch(plan: Plan, program: str, needs: str, environment: str) -> st
         + "".join(f"#SBATCH {option}\n" for option in options)
         + render_header(plan, *sentences)
         + 'set -euo pipefail\ncd "${SLURM_SUBMIT_DIR:?submit it with sbatch}"\n'
+        + PASS_ENVIRONMENT
         + find_head
         + ("" if plan.on_gpu else INHERIT_CPUS)
         + environment

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.frameworks.search_grid import DATA_PARALLEL, DEGREES
+from shardscope.timing.collectives import crosses_nodes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +59,7 @@ def count_degrees(plan: Plan) -> int:
     Tensor parallelism across nodes counts twice: every layer depends on the network, which
     ``plan.findings()`` reports.
     """
-    crosses = plan.degrees.tp > plan.cluster.gpus_per_node
+    crosses = crosses_nodes(plan.degrees.tp, plan.cluster.gpus_per_node)
     return int(crosses) + sum(bool(getattr(plan.degrees, name) > 1) for name in COUNTED)
 
 
@@ -90,7 +91,7 @@ def compute_simplicity_of_rows(
     options = np.array(
         [_num_options(one.layout) + _num_eased(one.recipe, wanted) for one in candidates], np.int64
     )
-    crosses = ranking.column("tp")[rows] > ranking.cluster.gpus_per_node
+    crosses = crosses_nodes(cast("int", ranking.column("tp")[rows]), ranking.cluster.gpus_per_node)
     degrees = ranking.num_degrees_above_one(rows) + crosses
     return RowSimplicity(effort[owners], degrees, options[owners] + degrees)
 

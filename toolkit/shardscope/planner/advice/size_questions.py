@@ -12,6 +12,7 @@ from shardscope.planner.advice import descriptions, layout_ladder
 from shardscope.planner.advice.memory_questions import LARGE_FROM
 from shardscope.planner.advice.plan_evaluator import EvaluatedPlan, has_offload, is_faster
 from shardscope.planner.advice.question_path import describe_figures
+from shardscope.timing.collectives import crosses_nodes
 
 if TYPE_CHECKING:
     from shardscope.planner.advice.question_path import QuestionPath
@@ -157,7 +158,7 @@ def ask_links(path: QuestionPath) -> None:
     degrees = current.plan.degrees if current else None
     answer = f"Yes, {inside / across:.0f} times: "
     # A search may have led to it where nothing else divides the batch.
-    crosses = degrees is not None and degrees.tp > cluster.gpus_per_node
+    crosses = degrees is not None and crosses_nodes(degrees.tp, cluster.gpus_per_node)
     answer += (
         "tensor parallelism crosses nodes at that price" if crosses else "no tensor parallelism across nodes"
     )

@@ -37,6 +37,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     tensor_parallel.check_tensor_parallel_link,
     sharding.check_repeated_all_gathers,
     sharding.check_shard_size,
+    sharding.check_shards_across_nodes,
     sharding.check_expert_shards,
     options.check_overlap_options,
     options.check_unused_options,

@@ -1,5 +1,5 @@
-"""Checks of shards: all-gathers repeated although there is room, or too small for the link's latency; more
-ranks than experts."""
+"""Checks of shards: all-gathers repeated although there is room, across a slow network, or too small for the
+link's latency; more ranks than experts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shardscope.memory.state.stages import StageShape
 from shardscope.planner.checks.case import (
     NOTICEABLE,
     Case,
+    Change,
     evaluate_variants,
     find_fastest,
     predict_memory,
@@ -22,12 +23,16 @@ from shardscope.planner.checks.case import (
 )
 from shardscope.planner.checks.number_format import format_bandwidth, format_percent
 from shardscope.planner.memory_needs import fits
+from shardscope.timing.collectives import crosses_nodes
 from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 FIELD = "reshard_after_forward"
+HPZ = "zero_hpz_partition_size"
+MUCH_FASTER = 0.1
+"""Share of the step from which shards inside of a node are suggested: they take memory."""
 
 
 def check_repeated_all_gathers(case: Case) -> Iterator[Finding]:
@@ -68,7 +73,7 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
     cluster = plan.cluster
     # Sharding ranks of one tensor-parallel group are tp apart, so a group spans shards x tp consecutive
     # ranks.
-    crosses = shards * plan.degrees.tp > cluster.gpus_per_node
+    crosses = crosses_nodes(shards * plan.degrees.tp, cluster.gpus_per_node)
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
     part = _compute_shard_bytes(plan)
     # The bytes that the link transfers during one latency: below that, a message costs more in latency than
@@ -96,6 +101,57 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
         change=f"replicate={fixed.plan.degrees.replicate}: shard over {few}",
         plan=fixed.plan,
     )
+
+
+def check_shards_across_nodes(case: Case) -> Iterator[Finding]:
+    """Report all-gathers that wait for the network, although shards inside of a node would fit.
+
+    Zhao et al. 2023, section 3.2.2, call it hybrid sharding; ZeRO++ keeps a second partition of the weights
+    inside of a node for backward (Wang et al. 2023, section 3.2).
+    """
+    plan, cluster = case.plan, case.plan.cluster
+    shards = plan.degrees.shard * plan.degrees.cp
+    crosses = shards > 1 and crosses_nodes(shards * plan.degrees.tp, cluster.gpus_per_node)
+    if not crosses or case.step is None or not case.has_room:
+        return
+    variants = evaluate_variants(plan, _list_shards_inside_a_node(plan))
+    fixed = find_fastest(
+        one for one in variants if not one.memory.is_tight and case.compute_gain(one) >= MUCH_FASTER
+    )
+    if fixed is None:
+        return
+    share = case.get_share("gathers") + case.get_share("gradients")
+    if "replicate" in plan.layout.choices:
+        where = "With shards inside of a node and replicas, whose gradients alone cross (HSDP)"
+        few = format_count(fixed.plan.degrees.shard * fixed.plan.degrees.cp, "rank")
+        change = f"replicate={fixed.plan.degrees.replicate}: shard over {few}"
+    else:
+        where = "With a copy of the weights on each node for backward"
+        change = f"{HPZ}={getattr(fixed.plan.layout, HPZ)}"
+    link = cluster.inter_node_link
+    yield Finding(
+        name="shards-cross-nodes",
+        severity="warning",
+        why=f"All-gathers and reductions over {shards} ranks cross nodes over {link.name} "
+        f"({format_bandwidth(link.bandwidth_bytes_per_second)} per GPU): waiting for them takes "
+        f"{format_percent(share)} of the step. {where}, it is {format_percent(case.compute_gain(fixed))} "
+        "faster.",
+        number=100 * share,
+        change=change,
+        plan=fixed.plan,
+    )
+
+
+def _list_shards_inside_a_node(plan: Plan) -> Iterator[Change]:
+    """Yield replicas whose shards are inside of a node, or ZeRO++'s second partition of a node's size."""
+    per_node, tp = plan.cluster.gpus_per_node, plan.degrees.tp
+    if "replicate" in plan.layout.choices:
+        for factor in list_divisors(plan.degrees.shard)[1:]:
+            ranks = plan.degrees.shard // factor * plan.degrees.cp
+            if not crosses_nodes(ranks * tp, per_node):
+                yield {}, {"replicate": plan.degrees.replicate * factor}
+    elif getattr(plan.layout, HPZ, None) == 1 and per_node >= 2 * tp:
+        yield {}, {HPZ: per_node // tp}
 
 
 def has_ranks_without_experts(plan: Plan) -> bool:

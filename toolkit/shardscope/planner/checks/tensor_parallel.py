@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding, PlanChange
 from shardscope.core.layout import list_divisors
+from shardscope.core.number_format import format_count
 from shardscope.planner.checks.case import (
     NOTICEABLE,
     Case,
@@ -18,6 +19,7 @@ from shardscope.planner.checks.case import (
 )
 from shardscope.planner.checks.number_format import format_bandwidth, format_percent
 from shardscope.planner.repairs.combined_changes import search_change
+from shardscope.timing.collectives import crosses_nodes
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -32,7 +34,7 @@ def check_tensor_parallel_link(case: Case) -> Iterator[Finding]:
     plan = case.plan
     tp, cluster = plan.degrees.tp, plan.cluster
     share = case.get_share("tensor_parallel")
-    crosses = tp > cluster.gpus_per_node
+    crosses = crosses_nodes(tp, cluster.gpus_per_node)
     # Inside a node some waiting is the price of tensor parallelism; across nodes it is reported in any case.
     if tp == 1 or case.step is None or (share < WAITS and not crosses):
         return
@@ -62,19 +64,26 @@ def check_tensor_parallel_link(case: Case) -> Iterator[Finding]:
         number=100 * share,
         change=f"{_format_degrees(fixed.plan)} instead of {_format_degrees(plan)}"
         if fixed
-        else f"At most tp={cluster.gpus_per_node}, a node's GPUs",
+        else f"At most tp={_find_widest_inside(plan)}, which keeps each group on a node of "
+        f"{format_count(cluster.gpus_per_node, 'GPU')}",
         plan=fixed.plan if fixed else None,
         search=None if fixed else partial(_inside_nodes, plan),
     )
 
 
+def _find_widest_inside(plan: Plan) -> int:
+    """Return the largest tp below the plan's whose groups are each on one node."""
+    per_node = plan.cluster.gpus_per_node
+    return max(tp for tp in list_divisors(per_node) if tp <= plan.degrees.tp)
+
+
 def _inside_nodes(plan: Plan) -> PlanChange | None:
     """Return the best of all plans if its tensor-parallel ranks are in one node; otherwise ``plan`` with tp
     limited to a node's GPUs, whether or not it fits."""
-    most = plan.cluster.gpus_per_node
+    most = _find_widest_inside(plan)
     # The whole search first, because its plan fits. tp limited to a node may not, but is the right direction.
     change = search_change(plan)
-    if change and change.plan.degrees.tp <= most:
+    if change and not crosses_nodes(change.plan.degrees.tp, plan.cluster.gpus_per_node):
         return change
     smaller = replace_plan_fields(plan, layout={"tp": most})
     return None if smaller is None else PlanChange((f"tp={most}",), smaller)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from shardscope.planner.advice.plan_evaluator import has_offload
 from shardscope.planner.search.candidates import Candidates, list_candidates
 from shardscope.planner.search.search import check_figures, rank_candidates
 from shardscope.planner.verdict import State, assess_plan
+from shardscope.timing.collectives import crosses_nodes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -100,7 +101,8 @@ def _find_fitting_rows(ranking: Ranking, micro_batch_size: int | None) -> NDArra
 
 def _find_rows_inside_a_node(ranking: Ranking) -> NDArray[np.bool_]:
     """Return whether tensor and context parallelism, which communicate in every layer, stay inside a node."""
-    inside: NDArray[np.bool_] = ranking.column("tp") * ranking.column("cp") <= ranking.cluster.gpus_per_node
+    consecutive = cast("int", ranking.column("tp") * ranking.column("cp"))
+    inside: NDArray[np.bool_] = np.logical_not(crosses_nodes(consecutive, ranking.cluster.gpus_per_node))
     return inside
 
 

@@ -11,8 +11,9 @@ import os
 import threading
 import time
 
+from shardscope.machine.processes import identify_machine
 from shardscope.records.attempts import has_begun
-from shardscope.records.folder import FINAL, RunFolder
+from shardscope.records.folder import FINAL, SUBMISSION, RunFolder
 from shardscope.records.json_files import partial_file, read_json, read_lines, write_json
 from shardscope.records.json_values import is_number
 from shardscope.runs.backends.job_log import advise, describe_failed_setup, find_job_log, read_job_log
@@ -29,6 +30,8 @@ PATIENCE_SECONDS = 10.0
 """Time after the end of a job before its run counts as failed: on NFS, files appear seconds late."""
 SUBMIT_PATIENCE_SECONDS = 150.0
 """Time after which a run without a job id counts as never submitted."""
+END_SEEN = "end_seen.json"
+"""When a reader first saw that the job had ended, in the folder of the submission."""
 ANOTHER_TARGET = "it may never start: stop the run, and launch it with another"
 WAIT_ADVICE = {
     "AccountNotAllowed": f"{ANOTHER_TARGET} ss.Slurm(account=)",
@@ -91,7 +94,7 @@ class JobWatch:
             return {**live, "reason": f"{live['reason']}{stop}"} if job.is_waiting else live
         # Ended, or forgotten (slurm.conf(5), MinJobAge), and no node has written anything.
         if self._ended_since is None:
-            self._ended_since = time.monotonic()
+            self._ended_since = time.monotonic() - self._count_seconds_since_end(job)
         # A job that never had nodes has no files to wait for.
         never_started = job is not None and job.state == "CANCELLED" and not job.nodes
         if not never_started and time.monotonic() - self._ended_since < PATIENCE_SECONDS:
@@ -200,6 +203,22 @@ class JobWatch:
         causes = "; ".join(filter(None, (failed_setup, f"{find_job_log(self._folder)} ends with: {line}")))
         text = ". ".join(filter(None, (reason, causes, advise(line))))
         return {"status": "failed", "reason": text, "error": f"{reason}.\n\n{log}"}
+
+    def _count_seconds_since_end(self, job: Job | None) -> float:
+        """Return for how long readers on this machine have known that the job has ended.
+
+        The first of them writes it down. A command that reads the status once, such as ``shardscope runs``,
+        would begin to wait for the nodes' files again each time, and never report the end.
+        """
+        path, machine = self._folder.path / SUBMISSION / END_SEEN, identify_machine()
+        record, restarts = read_json(path) or {}, None if job is None else job.restarts
+        seen = record.get("time")
+        is_this_end = record.get("machine") == machine and restarts in (None, record.get("restarts"))
+        if is_this_end and is_number(seen) and seen <= time.time():
+            return time.time() - seen
+        with contextlib.suppress(OSError):  # The folder may be another user's.
+            write_json(path, {"machine": machine, "time": time.time(), "restarts": restarts})
+        return 0.0
 
     def _store_end(self, end: dict[str, object]) -> dict[str, object]:
         """Write the end of a run that no node will write, unless another process was faster."""

@@ -26,8 +26,15 @@ LOCAL_FILE_SYSTEMS = frozenset({
 """File systems of one machine; all others (nfs4, lustre, gpfs, beegfs, cephfs, ...) may be shared."""
 
 
+MIG_PROFILE = re.compile(r"\d+g\.\d+gb")
+"""NVIDIA's names of slices of a GPU (MIG), such as ``1g.10gb`` or, in Slurm, ``a100_1g.5gb``."""
+
+
 def is_same_gpu(kind: str, gpu_name: str) -> bool:
     """Return whether a cluster's GPU type ``kind`` (empty: none) can be the catalogue's ``gpu_name``."""
+    slice_of_gpu = MIG_PROFILE.search(kind.lower())
+    if slice_of_gpu is not None and slice_of_gpu[0] not in gpu_name.lower():
+        return False
     # Slurm's type names are free text: a100, nvidia_a100-sxm4-80gb; Ray has A100. Only the parts that also
     # occur in the catalogue's names are compared; a name without such a part fits any GPU.
     parts = {part for name in gpus for part in name.split("-")} & set(re.split(r"[-_]", kind.lower()))
@@ -112,7 +119,12 @@ class NodePool(NamedTuple):
 
     def find_largest_group(self) -> NodeGroup:
         """Return the most frequent kind of nodes with GPUs; all nodes if none has GPUs."""
-        groups = Counter(max(node.gpus, key=lambda group: group[1]) for node in self.nodes if node.gpus)
+        # Whole GPUs, if a node has any beside slices of others.
+        groups = Counter(
+            max(node.gpus, key=lambda group: (MIG_PROFILE.search(group[0].lower()) is None, group[1]))
+            for node in self.nodes
+            if node.gpus
+        )
         if not groups:
             return NodeGroup(self.nodes, "", 0)
         kind, count = groups.most_common(1)[0][0]
@@ -139,7 +151,8 @@ def check_nodes(plan: Plan, pool: NodePool) -> None:
         refuse("plan.cluster.gpu", cluster.gpu.name, f"GPUs of {pool.describe()}", fix)
     if cluster.gpus_per_node > most:
         nodes = f"{cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)}"
-        allowed = f"1 to {most} on {nodes} of {pool.describe()}"
+        counts_allowed = f"1 to {most}" if most > 1 else "1"
+        allowed = f"{counts_allowed} on {nodes} of {pool.describe()}"
         refuse("plan.cluster.gpus_per_node", cluster.gpus_per_node, allowed, Value(most))
 
 
@@ -222,6 +235,9 @@ def _find_candidates(kind: str) -> list[str]:
 def _choose_gpu(kind: str, wanted: str | None, field: str) -> str:
     """Return the catalogue's name of the GPU type ``kind``. Raises ``ValueError`` if it is ambiguous."""
     candidates = _find_candidates(kind)
+    if MIG_PROFILE.search(kind.lower()):
+        allowed = f"whole GPUs: the cluster's type {kind!r} is a slice of one (MIG)"
+        refuse(field, wanted, allowed, "Cluster.of(Gpu(...), gpus_per_node) of the slice's figures")
     if wanted is not None:
         if wanted not in candidates:
             options = candidates or list(gpus)

@@ -51,7 +51,7 @@ class Slurm:
     partition: str | None = None
     """Partition; None: the cluster's default."""
     account: str | None = None
-    """Account that is charged."""
+    """Account that is charged; None: SBATCH_ACCOUNT of the environment, or your default account."""
     qos: str | None = None
     """Quality of service."""
     time: int | str | None = None

@@ -274,6 +274,8 @@ def build_parameters(
         "nodes": cluster.num_nodes,
         "ntasks_per_node": 1,
         "setup": watch_setup(target.setup),
+        # submitit's default is "submitit", which sites that enforce wckeys refuse.
+        "wckey": None,
         **{
             name: value
             for name in ("account", "qos", "constraint")

@@ -142,6 +142,7 @@ def _make_context(folder: RunFolder, plan: Plan, device_type: str, files: Rendez
     use_one_thread()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device_type == "cuda":
+        check_cuda_build()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # gloo as well: checkpoints gather CPU tensors.
@@ -163,6 +164,21 @@ def _make_context(folder: RunFolder, plan: Plan, device_type: str, files: Rendez
         folder=folder,
         polls=files.open_poll_table() if world_size > 1 else None,
     )
+
+
+def check_cuda_build() -> None:
+    """Raise ``RuntimeError`` if this torch can use no GPU, as one that was installed on a login node without.
+
+    ``set_device`` would raise ``AttributeError`` about ``_cuda_setDevice``.
+    """
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise RuntimeError(
+            f"the plan is for GPUs, and torch {torch.__version__} of {sys.executable} was built without "
+            "CUDA. Fix: install a torch with CUDA there, or start another Python (ss.Slurm(python=..., "
+            "setup=[...]), ss.Ray(runtime_env=...))"
+        )
 
 
 def _leave_process_group() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
 
 ADDRESS = re.compile(r"auto|(?:ray://)?(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
+HOST = re.compile(r"(https?://|ray://)?([A-Za-z0-9][A-Za-z0-9_.-]*)(?::8265)?/?")
 KEYS = frozenset({
     *("conda", "config", "container", "env_vars", "excludes", "image_uri", "java_jars", "mpi", "nsight"),
     *("pip", "py_executable", "py_modules", "rocprof-sys", "uv", "worker_process_setup_hook", "working_dir"),
@@ -46,7 +47,7 @@ class Ray:
             refuse("Ray.node_folder", self.node_folder, allowed, Value("/tmp"))
         if not isinstance(self.address, str) or not ADDRESS.fullmatch(self.address):
             allowed = '"auto", or the address of a running cluster, such as "10.0.0.1:6379"'
-            refuse("Ray.address", self.address, allowed, Value("auto"))
+            refuse("Ray.address", self.address, allowed, Value(_find_address(self.address)))
         if self.runtime_env is None:
             return
         allowed = "None, or a mapping as Ray's runtime_env"
@@ -92,6 +93,16 @@ class Ray:
         # pickle refuses a read-only mapping.
         environment = None if self.runtime_env is None else dict(self.runtime_env)
         return _restore, (self.address, environment, self.node_folder)
+
+
+def _find_address(text: object) -> str:
+    """Return the address that a host without a port, or the URL of a dashboard, most likely means."""
+    match = HOST.fullmatch(text) if isinstance(text, str) else None
+    # "local" is Ray's word for a cluster of this machine.
+    if match is None or text == "local":
+        return "auto"
+    # Ray's own ports: of the head, and of the server of its clients.
+    return f"ray://{match[2]}:10001" if match[1] == "ray://" else f"{match[2]}:6379"
 
 
 def _restore(address: str, runtime_env: Mapping[str, object] | None, node_folder: str | None) -> Ray:
