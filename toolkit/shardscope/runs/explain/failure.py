@@ -46,6 +46,8 @@ SIGNAL_WORDS = {
     SIGABRT: "aborted with SIGABRT; the end of its log says why",
 }
 
+MAX_RETURNED_RANKS = 4
+"""Number of ranks that the explanation of a lost peer names."""
 LOG_CHARACTERS = 4096
 """Number of last characters of a log that an error quotes."""
 CRASH_BYTES = 2**16
@@ -99,7 +101,32 @@ def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     failures += [_read_launcher_failure(part, offsets) for part in _list_parts(folder)]
     known = [failure for failure in failures if failure is not None]
     located = _add_nodes(folder, world_size, known)
-    return sorted(located, key=lambda failure: (failure.is_consequence, failure.time))
+    ordered = sorted(located, key=lambda failure: (failure.is_consequence, failure.time))
+    return _explain_returned_peers(folder, world_size, ordered)
+
+
+def _explain_returned_peers(folder: RunFolder, world_size: int, failures: Sequence[Failure]) -> list[Failure]:
+    """Return ``failures``; one that lost a peer without a failed one names the ranks that have returned.
+
+    Ranks with fewer batches than others return first, which is not a failure, and close their connections.
+    """
+    first = failures[0] if failures else None
+    if first is None or not first.is_consequence or not first.raised:
+        return list(failures)
+    markers = [read_json(folder.rank(rank)) or {} for rank in range(world_size)]
+    returned = [rank for rank, marker in enumerate(markers) if marker.get("exit") == "finished"]
+    if not returned:
+        return list(failures)
+    named = ", ".join(map(str, returned[:MAX_RETURNED_RANKS]))
+    more = " and more" * (len(returned) > MAX_RETURNED_RANKS)
+    why = (
+        f"rank{'s' * (len(returned) > 1)} {named}{more} had returned from the task, while every rank has to "
+        "call each collective: all need the same number of steps"
+    )
+    explained = replace(
+        first, reason=f"{first.reason}; {why}", text=f"{first.text.rstrip()}\n\n{why[0].upper()}{why[1:]}."
+    )
+    return [explained, *failures[1:]]
 
 
 def _add_nodes(folder: RunFolder, world_size: int, failures: Sequence[Failure]) -> list[Failure]:
