@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from shardscope.core.number_format import format_count
 from shardscope.records.json_values import is_int, is_number
-from shardscope.runs.watch.stack_requests import MAX_NAMED_RANKS, NO_STACKS
+from shardscope.runs.watch.stack_requests import MAX_NAMED_RANKS, NO_STACKS, is_stopped
 from shardscope.runs.watch.stacks import describe_position, waits_in_collective
 
 Kind = Literal["steps", "activity"]
@@ -33,6 +33,8 @@ class HangReport(NamedTuple):
     """The ranks that wait in a collective."""
     busy: Mapping[int, str]
     """The ranks whose stack explains the delay, and how."""
+    stopped: Sequence[int] = ()
+    """The ranks that are stopped by SIGSTOP or a debugger."""
 
     def to_record(self) -> dict[str, object]:
         """Return the report as JSON has it."""
@@ -52,14 +54,15 @@ def build_report(
     """Return the report of ranks that have answered with their Python stacks, ``replies``."""
     positions = {rank: describe_position(reply) or reply.strip() for rank, reply in replies.items()}
     waiting = [rank for rank, reply in replies.items() if waits_in_collective(reply)]
-    return HangReport(kind, hangs, waited, median, steps or {}, positions, waiting, busy or {})
+    stopped = tuple(rank for rank, reply in replies.items() if is_stopped(reply))
+    return HangReport(kind, hangs, waited, median, steps or {}, positions, waiting, busy or {}, stopped)
 
 
 def parse_report(record: object) -> HangReport | None:
     """Return the report in a record that another node has written; None if there is none."""
     if not isinstance(record, dict):
         return None
-    waited, median, waiting = record.get("waited"), record.get("median"), record.get("waiting")
+    waited, median = record.get("waited"), record.get("median")
     if not is_number(waited) or not is_number(median):
         return None
     return HangReport(
@@ -69,9 +72,14 @@ def parse_report(record: object) -> HangReport | None:
         median=float(median),
         steps={rank: step for rank, step in _by_rank(record.get("steps")) if is_int(step)},
         positions={rank: text for rank, text in _by_rank(record.get("positions")) if isinstance(text, str)},
-        waiting=list(filter(is_int, waiting)) if isinstance(waiting, list) else [],
+        waiting=_read_ranks(record.get("waiting")),
         busy={rank: text for rank, text in _by_rank(record.get("busy")) if isinstance(text, str)},
+        stopped=tuple(_read_ranks(record.get("stopped"))),
     )
+
+
+def _read_ranks(record: object) -> list[int]:
+    return list(filter(is_int, record)) if isinstance(record, list) else []
 
 
 def _by_rank(record: object) -> Iterable[tuple[int, object]]:
@@ -92,6 +100,7 @@ def merge_reports(reports: Sequence[HangReport]) -> HangReport:
         positions={rank: text for report in reports for rank, text in report.positions.items()},
         waiting=[rank for report in reports for rank in report.waiting],
         busy={rank: text for report in reports for rank, text in report.busy.items()},
+        stopped=tuple(rank for report in reports for rank in report.stopped),
     )
 
 
@@ -118,7 +127,9 @@ def describe_hang(report: HangReport, name_node: Callable[[int], str] | None = N
     if report.busy:
         named = list(report.busy.items())[:MAX_NAMED_RANKS]
         text += f"; {', '.join(f'rank {rank} is {reason}' for rank, reason in named)}"
-    named_first = sorted(report.positions, key=lambda rank: rank not in first)[:MAX_NAMED_RANKS]
+    # A stopped rank is the cause itself, even where the others do not wait in Python (inside of backward).
+    by_cause = sorted(report.positions, key=lambda rank: (rank not in report.stopped, rank not in first))
+    named_first = by_cause[:MAX_NAMED_RANKS]
     text += "".join(f"; rank {rank}: {report.positions[rank]}" for rank in named_first)
     if all(f"{position}\n" in NO_STACKS for position in report.positions.values()):
         return text

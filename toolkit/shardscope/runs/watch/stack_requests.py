@@ -19,6 +19,7 @@ NO_SPACE = "its stack could not be written, because the disk is full\n"
 NO_STACKS = (NO_REPLY, NO_SPACE)
 """Replies of a rank whose stack is not known."""
 MAX_NAMED_RANKS = 4
+STOPPED = "is stopped by SIGSTOP or a debugger"
 
 
 class StackRequests:
@@ -69,5 +70,10 @@ class StackRequests:
             return read_tail_text(path, min(num_bytes, MAX_BYTES))
         pid = (read_json(self.folder.rank(rank)) or {}).get("pid")
         if isinstance(pid, int) and read_process_state(pid) in ("T", "t"):
-            return f"process {pid} is stopped by SIGSTOP or a debugger, without a stack: kill -CONT {pid}\n"
+            return f"process {pid} {STOPPED}, without a stack: kill -CONT {pid}\n"
         return NO_SPACE if self.folder.is_on_full_disk else NO_REPLY
+
+
+def is_stopped(reply: str) -> bool:
+    """Return whether a reply says that its rank is stopped; a stack begins with the name of a thread."""
+    return reply.startswith("process ") and STOPPED in reply
