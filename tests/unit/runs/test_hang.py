@@ -376,3 +376,16 @@ def test_fault_05_the_reason_of_a_hang_stays_while_metrics_are_skipped(
     assert checks.check(1.0, is_running=True) == "steps are logged again" and not checks.run_hangs
     log(0, 11, 1)
     assert (checks.check(1.0, is_running=True) or "").startswith("rank 1 logs more lines of metrics")
+
+
+def test_fault_05_ranks_that_have_returned_are_named(folder: RunFolder, ranks: list[Any]) -> None:
+    """A rank with fewer batches returns; torch elastic keeps its process, whose stack says nothing."""
+    watch = HangDetector(folder, 2, least_seconds=2)
+    watch.check({0: make_steps(0, 10), 1: make_steps(0, 11)}, 1.0)
+    write_json(folder.rank(0), {**(read_json(folder.rank(0)) or {}), "exit": "finished"})
+    (words,) = wait(watch, 10)
+    assert "; rank 0 has returned from the task; rank 1: wait (<string>:" in words
+    assert "behind" not in words and "rank 0: " not in words
+    assert watch.report is not None and parse_report(json.loads(json.dumps(watch.report.to_record())))
+    several = watch.report._replace(returned=tuple(range(6)), positions={7: "here"})
+    assert "; ranks 0, 1, 2, 3 and more have returned from the task; rank 7: here" in describe_hang(several)

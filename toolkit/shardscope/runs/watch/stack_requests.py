@@ -44,6 +44,11 @@ class StackRequests:
         """Return each rank's reply to the last request, or the reason why it cannot answer."""
         return {rank: self._read_reply(rank) for rank in self.ranks}
 
+    def list_returned(self) -> list[int]:
+        """Return the ranks whose task has returned. Their processes live until the last rank has ended."""
+        records = {rank: read_json(self.folder.rank(rank)) or {} for rank in self.ranks}
+        return [rank for rank, record in records.items() if record.get("exit") == "finished"]
+
     def find_live_pid(self, rank: int) -> int | None:
         """Return the process id of ``rank``; None if it is gone or has not written its record."""
         marker = read_json(self.folder.rank(rank)) or {}
