@@ -227,6 +227,12 @@ def _read_log_end(path: Path, *, is_crash: bool) -> str:
     return log[start:end] + ("\n..." if end < len(log) else "")
 
 
+def quote_log_end(folder: RunFolder, path: Path, *, is_crash: bool) -> str:
+    """Return the end of the log ``path`` of a process, with its name in the run folder."""
+    log, name = _read_log_end(path, is_crash=is_crash), f"{path.relative_to(folder.path)} in the run folder"
+    return f"The end of its log, {name}:\n{log}" if log.strip() else f"Its log, {name}, is empty."
+
+
 def _list_parts(folder: RunFolder) -> Sequence[RunFolder]:
     """Return the folders of the run's nodes, or this folder: those with files of a launcher."""
     return folder.list_nodes() or [folder]
@@ -292,15 +298,13 @@ def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
     else:
         how = describe_exit(code, on_full_disk=folder.is_on_full_disk)
     reason = f"rank {rank} {how}"
-    log = _read_log_end(folder.log(rank), is_crash=code is not None and code < 0)
-    name = f"{folder.log(rank).relative_to(folder.path)} in the run folder"
-    end = f"The end of its log, {name}:\n{log}" if log.strip() else f"Its log, {name}, is empty."
+    is_crash = code is not None and code < 0
     return Failure(
         rank=rank,
         time=record.time,
         reason=reason,
-        text=f"{reason}.\n{end}",
-        raised=find_last_raised(log, code),
+        text=f"{reason}.\n{quote_log_end(folder, folder.log(rank), is_crash=is_crash)}",
+        raised=find_last_raised(_read_log_end(folder.log(rank), is_crash=is_crash), code),
         # torch elastic ends the other ranks with SIGTERM, a supervisor on a scheduler's node with SIGHUP;
         # nothing else sends these to a rank.
         is_consequence=code in (-SIGTERM, -SIGHUP) or record.was_ended,
