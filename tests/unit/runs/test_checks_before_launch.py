@@ -17,6 +17,7 @@ from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, 
 from shardscope.core.errors import FieldError
 from shardscope.runs.launch.launch import launch
 from shardscope.runs.launch.launch_checks import MAX_NAME_BYTES, check_name, check_request
+from shardscope.runs.run import Run, runs
 from shardscope.runs.task_source import uses_engine
 from shardscope.training.tasks.text_task import check_loads
 
@@ -343,3 +344,20 @@ def test_a_name_with_more_bytes_than_a_folder_may_have_raises(character: str, tm
         launch(make_plan(1, L.ddp()), train, name=name, folder=tmp_path)
     assert error.value.fix == repr(name[:-1])
     assert check_name("launch.name", name[:-1]) == name[:-1] and list(tmp_path.iterdir()) == []
+
+
+def test_a_deleted_working_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a notebook whose folder was replaced: libraries of the launcher fail to load there."""
+    deleted = tmp_path / "deleted"
+    deleted.mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
+    for call in (
+        lambda: launch(make_plan(1, L.ddp()), train),
+        lambda: launch(make_plan(1, L.ddp()), train, folder=tmp_path),
+        runs,
+        lambda: Run.attach("runs/mine"),
+    ):
+        with pytest.raises(FileNotFoundError, match=r"working directory of this process.*os\.chdir\(\)"):
+            call()
+    assert list(runs(tmp_path)) == [] and list(tmp_path.iterdir()) == []
