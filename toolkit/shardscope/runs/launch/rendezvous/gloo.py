@@ -70,10 +70,10 @@ def _make_devices() -> list[ProcessGroupGloo.Device]:
     for name in interfaces:
         try:
             devices.append(ProcessGroupGloo.create_device(interface=name))
-        except RuntimeError as error:  # gloo's text names its source file, which looks like a lost peer.
+        except RuntimeError:
             known = ", ".join(sorted(known for _, known in socket.if_nameindex()))
             raise ValueError(
                 f"The environment variable GLOO_SOCKET_IFNAME is {name!r}; allowed: a network interface of "
                 f"this machine that has an address: {known}. Nearest fix: unset it."
-            ) from error
+            ) from None  # gloo's text names its source file, which looks like a lost peer.
     return devices
