@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from requirements import needs, thorough
 
 needs("torch")
@@ -47,6 +49,20 @@ def test_gloo_groups_have_one_thread_on_the_configured_interfaces() -> None:
             check=False,
         )
         assert done.stdout == "done\n", done.stderr[-2000:]
+
+
+def test_an_interface_that_this_machine_lacks_is_named_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from shardscope.runs.explain.exceptions import make_exception_record
+    from shardscope.runs.launch.rendezvous import gloo
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    with pytest.raises(
+        ValueError, match=r"GLOO_SOCKET_IFNAME is 'eth99'; allowed: .*\blo\b.*unset it"
+    ) as error:
+        gloo._make_devices()
+    assert not make_exception_record(error.value)["peer_lost"]
 
 
 LEAVES_AT_ONCE = """

@@ -328,3 +328,31 @@ def test_the_fix_of_a_full_disk_is_one_that_the_task_has() -> None:
     assert "Nearest fix: free some space" in full and "resume" not in full
     limit = make_exception_record(OSError(errno.ENOSPC, "inotify watch limit reached"))["summary"]
     assert "Nearest fix" not in limit
+
+
+def _fail_in_worker(text: str) -> RuntimeError:
+    return RuntimeError(
+        "Caught KeyError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n"
+        f'  File "rows.py", line 4, in __getitem__\n    raise KeyError("row 7")\n{text}\n'
+    )
+
+
+def test_the_reason_names_what_failed_in_a_worker_of_a_data_loader() -> None:
+    record = make_exception_record(_fail_in_worker("KeyError: 'row 7'"))
+    assert record["summary"] == (
+        "raised RuntimeError: Caught KeyError in DataLoader worker process 1: KeyError: 'row 7'"
+    )
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_dev_shm_without_space_is_named(code: int) -> None:
+    """The errors of locks and shared tensors name no disk, and those of the run have space."""
+    # The C function that raises has no frame.
+    lock = compile("raise error", "/usr/lib/python3.11/multiprocessing/synchronize.py", "exec")
+    with pytest.raises(OSError, match=os.strerror(code)) as of_lock:
+        exec(lock, {"error": OSError(code, os.strerror(code))})
+    of_tensor = _fail_in_worker("RuntimeError: unable to allocate shared memory(shm) for file </torch_1>")
+    for error in (of_lock.value, of_tensor):
+        assert "Nearest fix: make /dev/shm writable" in make_exception_record(error)["summary"]
+    of_file = make_exception_record(OSError(code, os.strerror(code), "/runs/mine"))
+    assert "/dev/shm" not in of_file["summary"]

@@ -300,6 +300,14 @@ def test_the_error_without_a_trace_names_both_causes(tmp_path: Path) -> None:
         _run(tmp_path, None, "stopped").trace()
 
 
+def test_the_error_without_a_trace_of_a_live_run_says_so(tmp_path: Path) -> None:
+    run = _run(tmp_path, {"pid": os.getpid(), "started": read_start_time(os.getpid())}, "running")
+    with pytest.raises(
+        ValueError, match=r", which is running, has recorded no trace so far\..* run\.profile\(\)"
+    ):
+        run.trace()
+
+
 @pytest.mark.parametrize("folder", [None, 5, True, float("nan"), [], b"runs", "a\0b"])
 def test_folders_that_are_not_a_path_raise(folder: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Run\.attach folder is .*allowed: text or a Path"):

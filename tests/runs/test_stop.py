@@ -173,6 +173,7 @@ def test_fault_09_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: P
         launchers = [p for p in list_processes(tmp_path) if p.ppid() == supervisor]
         launchers[0].kill()
         assert run.wait(5) == "failed" and "the launcher was killed by SIGKILL: " in run.reason
+        assert run.error is not None and "logs/launcher.log in the run folder" in run.error
     assert seconds_until(lambda: not list_processes(tmp_path), 5) < 5
     run.stop()
 

@@ -14,7 +14,10 @@ from tests.saved_checkpoints import write_checkpoint
 from tests.weights_folders import write_folder
 
 from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
+from shardscope.core.errors import FieldError
 from shardscope.runs.launch.launch import launch
+from shardscope.runs.launch.launch_checks import MAX_NAME_BYTES, check_name, check_request
+from shardscope.runs.run import Run, runs
 from shardscope.runs.task_source import uses_engine
 from shardscope.training.tasks.text_task import check_loads
 
@@ -305,3 +308,56 @@ def test_a_function_on_an_engine_that_does_not_train_the_plan_raises(tmp_path: P
     ):
         launch(plan, own_loop, name="late", folder=tmp_path)
     assert list(tmp_path.iterdir()) == [], "no run was made"
+
+
+def train(context: Any) -> None:
+    context.log(loss=1.0)
+
+
+@needs_installed("torch")
+@needs_installed("accelerate")
+@pytest.mark.parametrize(
+    ("variable", "text", "is_valid"),
+    [
+        *(("SHARDSCOPE_HANG_SECONDS", text, False) for text in ("-1", "0", "nan", "1h", "1e", " ")),
+        *(("SHARDSCOPE_GRACE_SECONDS", text, False) for text in ("-1", "nan", "ten")),
+        *(("SHARDSCOPE_HANG_SECONDS", text, True) for text in ("", "0.1", "inf", " 7 ", "1e3")),
+        *(("SHARDSCOPE_GRACE_SECONDS", text, True) for text in ("", "0", "inf")),
+    ],
+)
+def test_seconds_of_the_environment_that_nobody_could_read_raise(
+    variable: str, text: str, is_valid: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, text)
+    if is_valid:
+        check_request(make_plan(1, L.ddp()), train, tmp_path, None)
+        return
+    with pytest.raises(ValueError, match=rf"variable {variable} is '{text}'; allowed: .*seconds.*unset"):
+        launch(make_plan(1, L.ddp()), train, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("character", ["\N{ROCKET}", "\u8bad"])
+def test_a_name_with_more_bytes_than_a_folder_may_have_raises(character: str, tmp_path: Path) -> None:
+    name = character * (MAX_NAME_BYTES // len(character.encode()) + 1)
+    with pytest.raises(FieldError, match=r"launch\.name is .*at most 240 bytes in UTF-8; these are") as error:
+        launch(make_plan(1, L.ddp()), train, name=name, folder=tmp_path)
+    assert error.value.fix == repr(name[:-1])
+    assert check_name("launch.name", name[:-1]) == name[:-1] and list(tmp_path.iterdir()) == []
+
+
+def test_a_deleted_working_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a notebook whose folder was replaced: libraries of the launcher fail to load there."""
+    deleted = tmp_path / "deleted"
+    deleted.mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
+    for call in (
+        lambda: launch(make_plan(1, L.ddp()), train),
+        lambda: launch(make_plan(1, L.ddp()), train, folder=tmp_path),
+        runs,
+        lambda: Run.attach("runs/mine"),
+    ):
+        with pytest.raises(FileNotFoundError, match=r"working directory of this process.*os\.chdir\(\)"):
+            call()
+    assert list(runs(tmp_path)) == [] and list(tmp_path.iterdir()) == []

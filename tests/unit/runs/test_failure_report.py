@@ -399,3 +399,26 @@ def test_failures_on_several_nodes_name_the_node(tmp_path: Path) -> None:
     write_json(folder.error(2), first)
     report = explain_failures(find_failures(folder, 4), read_json(folder.run_json) or {})
     assert report.reason.startswith("rank 2 on node 1 (gpu-07) ran out of GPU memory: ")
+
+
+def test_a_rank_that_lost_its_peer_names_the_ranks_that_have_returned(tmp_path: Path) -> None:
+    """Ranks with fewer batches than others return first: no rank has failed, and yet the run has."""
+    folder = run_folder(tmp_path, make_plan(ss.Layout.ddp()))
+    lost = {
+        "time": 1.0,
+        "summary": "raised RuntimeError: Connection closed",
+        "traceback": "T",
+        "peer_lost": True,
+    }
+    write_json(folder.error(1), lost)
+    write_json(folder.rank(0), {"pid": 1, "exit": "finished", "ended": 0.5})
+    first, *others = find_failures(folder, 2)
+    assert first.reason.startswith("rank 1 raised RuntimeError: Connection closed; rank 0 had returned from")
+    assert first.reason.endswith("the same number of steps") and "\n\nRank 0 had returned" in first.text
+    assert not others
+    # With a failure of its own, a rank that lost its peer is only a consequence.
+    write_json(folder.error(0), {**lost, "time": 2.0, "summary": "raised KeyError: 'x'", "peer_lost": False})
+    assert [failure.reason for failure in find_failures(folder, 2)] == [
+        "rank 0 raised KeyError: 'x'",
+        "rank 1 raised RuntimeError: Connection closed",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,7 +22,11 @@ from shardscope.records.json_files import partial_file, read_json, read_lines, w
 from shardscope.runs.launch.supervision import run_end
 from shardscope.runs.launch.supervision.supervisor_process import ReceivedSignals
 from shardscope.runs.launch.supervisor import Supervisor
+from shardscope.runs.watch import periodic_checks
 from shardscope.runs.watch.hang import BUSY_FACTOR, HangDetector
+from shardscope.runs.watch.hang_reports import build_report, describe_hang, parse_report
+from shardscope.runs.watch.periodic_checks import PeriodicChecks
+from shardscope.runs.watch.stack_requests import STOPPED
 from shardscope.runs.watch.stacks import (
     BUSY_WITH,
     ENGINE_FOLDERS,
@@ -329,3 +334,58 @@ def test_our_files_listed_as_delay_reasons_exist() -> None:
     ours = [file.relative_to(TOOLKIT.parent).as_posix() for file in TOOLKIT.rglob("*.py")]
     parts = [part for part in (*BUSY_WITH, *ENGINE_FOLDERS) if part.startswith("shardscope/")]
     assert parts and not [part for part in parts if not any(file.startswith(part) for file in ours)]
+
+
+def test_fault_05_a_stopped_rank_is_named_first_of_many(folder: RunFolder) -> None:
+    """Ranks inside of ``backward()`` wait without a Python frame that says so, at the same step."""
+    replies = dict.fromkeys(range(7), STACKS.format(part="_tensor")) | {7: f"process 42 {STOPPED}: -CONT\n"}
+    report = build_report(
+        "steps", replies, hangs=True, waited=61, median=0.1, steps=dict.fromkeys(range(8), 4)
+    )
+    assert report.stopped == (7,) and "; rank 7: process 42 is stopped by SIGSTOP" in describe_hang(report)
+    assert parse_report(json.loads(json.dumps(report.to_record()))) == report
+
+
+def test_fault_05_the_reason_of_a_hang_stays_while_metrics_are_skipped(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDSCOPE_HANG_SECONDS", "2")
+    monkeypatch.setattr(periodic_checks, "METRIC_BYTES_PER_CHECK", 2**13)
+    monkeypatch.setattr(periodic_checks, "MAX_BEHIND_BYTES", 2**14)
+    checks = PeriodicChecks(folder, 2, print, writes_tensorboard=False)
+
+    def log(rank: int, first: int, count: int) -> None:
+        with folder.events(rank).open("a") as file:
+            file.writelines(f"{json.dumps(record)}\n" for record in make_steps(first, count))
+
+    log(0, 0, 10)
+    log(1, 0, 10)
+    messages = [checks.check(1.0, is_running=True)]
+    for second in range(8):  # Rank 0 hangs, rank 1 logs on.
+        log(1, 10 + second, 1)
+        messages.append(checks.check(1.0, is_running=True))
+    (hang,) = filter(None, messages)
+    assert hang.startswith("no step for ") and "rank 0 is " in hang and checks.run_hangs
+    for second in range(5):
+        log(1, 100 + 1000 * second, 1000)
+        assert checks.check(1.0, is_running=True) is None and checks.run_hangs
+    assert checks._events[1].num_skipped_bytes > 0
+    # Once rank 0 is back, that is the news, and the skipped metrics come after it.
+    log(0, 10, 1)
+    log(1, 5100, 1000)
+    assert checks.check(1.0, is_running=True) == "steps are logged again" and not checks.run_hangs
+    log(0, 11, 1)
+    assert (checks.check(1.0, is_running=True) or "").startswith("rank 1 logs more lines of metrics")
+
+
+def test_fault_05_ranks_that_have_returned_are_named(folder: RunFolder, ranks: list[Any]) -> None:
+    """A rank with fewer batches returns; torch elastic keeps its process, whose stack says nothing."""
+    watch = HangDetector(folder, 2, least_seconds=2)
+    watch.check({0: make_steps(0, 10), 1: make_steps(0, 11)}, 1.0)
+    write_json(folder.rank(0), {**(read_json(folder.rank(0)) or {}), "exit": "finished"})
+    (words,) = wait(watch, 10)
+    assert "; rank 0 has returned from the task; rank 1: wait (<string>:" in words
+    assert "behind" not in words and "rank 0: " not in words
+    assert watch.report is not None and parse_report(json.loads(json.dumps(watch.report.to_record())))
+    several = watch.report._replace(returned=tuple(range(6)), positions={7: "here"})
+    assert "; ranks 0, 1, 2, 3 and more have returned from the task; rank 7: here" in describe_hang(several)

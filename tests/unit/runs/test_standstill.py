@@ -92,7 +92,7 @@ def test_fault_05_a_standstill_is_reported_once_and_cleared(
 def test_stacks_of_an_ended_rank_are_not_requested(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
     write_json(folder.rank(1), {"pid": rank.pid, "started": 1.0, "exit": "finished"})
     (words,) = wait(StandstillDetector(folder, 2, quiet_seconds=60), 100)
-    assert "rank 0: " in words and "rank 1" not in words
+    assert "; rank 1 has returned from the task; rank 0: " in words and "rank 1: " not in words
 
 
 def test_a_changed_stack_is_activity(folder: RunFolder, rank: subprocess.Popen[str]) -> None:

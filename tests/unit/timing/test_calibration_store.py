@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -213,6 +214,22 @@ def test_an_unwritable_folder_is_named_in_the_error(tmp_path: Path) -> None:
     for attempt in (lambda: check_writable(blocked), lambda: store_calibration(make_calibration(), blocked)):
         with pytest.raises(NotStoredError, match=r"measurements cannot be kept in .*SHARDSCOPE_DATA_HOME"):
             attempt()
+
+
+def test_a_full_disk_is_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty file can be created on a full disk: a minute of measurements was lost after that."""
+
+    def write(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(NotStoredError, match=r"cannot be kept in .*No space left on device\. Name a folder"):
+        check_writable(tmp_path)
+    monkeypatch.undo()
+    check_writable(tmp_path)
+    assert list((tmp_path / "calibration").iterdir()) == []
 
 
 def test_a_file_can_be_locked_only_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -399,12 +400,34 @@ def _is_number(name: str) -> bool:
 
 
 def checked_path(field: str, value: object) -> Path:
-    """Return ``value`` as a path, ``~`` expanded. Raises ``ValueError`` unless it is text or a ``Path``."""
+    """Return ``value`` as a path, ``~`` expanded.
+
+    Raises ``ValueError`` unless it is text or a ``Path``, and ``FileNotFoundError`` for a relative one if
+    there is no working directory.
+    """
     # Path("a\0b") is accepted by pathlib and fails only when the file is opened.
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:
         refuse(field, value, "text or a Path, without null bytes", Value("runs"))
-    return check_home(field, text, Value("runs"))
+    path = check_home(field, text, Value("runs"))
+    if not path.is_absolute():
+        check_working_directory()
+    return path
+
+
+def check_working_directory() -> None:
+    """Raise ``FileNotFoundError`` if this process's working directory is deleted.
+
+    Python's own error names no path, and libraries of new processes, such as MKL, fail to load there.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "The working directory of this process, such as the folder of the notebook, was deleted or "
+            "replaced. Nearest fix: os.chdir() to a folder that exists, or restart the kernel there.",
+        ) from error
 
 
 def explain_write_error(path: Path, error: OSError) -> OSError:

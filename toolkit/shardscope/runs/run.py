@@ -541,7 +541,7 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs:
     from shardscope.runs.explain.compare import Runs
     from shardscope.runs.summaries import describe_missing_folder, list_runs
 
-    parent = Path("runs") if folder is None else checked_path("runs folder", folder)
+    parent = checked_path("runs folder", "runs" if folder is None else folder)
     summaries = list_runs(parent)
     damaged = [summary for summary in summaries if summary.run is None]
     listed = Runs([summary.run for summary in summaries if summary.run is not None], damaged)

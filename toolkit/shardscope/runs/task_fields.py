@@ -65,6 +65,11 @@ def why_no_trace(name: str, status: str, task_fields: Mapping[str, object] | Non
         return (
             f"The run {name} {how} the profiled steps: steady-state steps, or the last ones of a short run."
         )
+    if status not in FINAL:
+        return (
+            f"The run {name}, which is {status}, has recorded no trace so far. Nearest fix: run.profile(), "
+            "and run.trace() a few steps later."
+        )
     return (
         f"The run {name} recorded no trace: profile=True was not set, or it ended before the steps that are "
         "profiled. Nearest fix: run.profile() while it runs, profile=True in ss.Finetune or ss.Pretrain, or "

@@ -12,6 +12,14 @@ from shardscope.runs.explain.failure import looks_like_peer_lost
 
 MAX_TEXT = 64 * 1024
 MAX_SUMMARY = 300
+WORKER_TRACEBACK = "Original Traceback (most recent call last):\n"
+"""Part of the message of an exception that torch raises again in another process (torch/_utils.py)."""
+NO_SHARED_MEMORY = "unable to allocate shared memory(shm) for file"
+"""Part of torch's error for a full /dev/shm (aten/src/ATen/MapAllocator.cpp)."""
+SHARED_MEMORY_FIX = "make /dev/shm writable, with more space: a container's has 64 MB without --shm-size"
+SHARED_MEMORY_FILES = ("multiprocessing/synchronize.py", "multiprocessing/shared_memory.py")
+_SHARED_MEMORY_ERRORS = frozenset({errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOSYS})
+"""Of a /dev/shm that is full, mounted read-only, not this user's, or missing."""
 
 
 class ExceptionRecord(TypedDict):
@@ -48,11 +56,14 @@ def make_exception_record(error: BaseException, *, can_resume: bool = False) -> 
     except BaseException as second:
         message = f"(its text could not be read: {type(second).__name__})"
     first_line = message.splitlines()[0] if message else ""
+    if WORKER_TRACEBACK in message:  # The first line only says that a worker of a DataLoader failed.
+        first_line = f"{first_line.rstrip('.')}: {message.splitlines()[-1].strip()}"
     # One line, with the position in the user's script rather than the end of a long message.
     summary = f"raised {name}: {first_line}" if first_line else f"raised {name}"
     if notes := getattr(error, "__notes__", ()):  # The position in the user's script.
         summary = f"{summary[: MAX_SUMMARY // 2]} ({notes[0]})"
-    if isinstance(error, OSError) and (fix := _find_disk_fix(error, can_resume=can_resume)):
+    fix = _find_disk_fix(error, can_resume=can_resume) if isinstance(error, OSError) else ""
+    if fix := fix or SHARED_MEMORY_FIX * (NO_SHARED_MEMORY in message):
         summary = f"{summary}. Nearest fix: {fix}"
     if isinstance(error, SystemExit):
         summary = f"called sys.exit({first_line})"
@@ -68,6 +79,9 @@ def make_exception_record(error: BaseException, *, can_resume: bool = False) -> 
 
 def _find_disk_fix(error: OSError, *, can_resume: bool) -> str:
     """Return the fix for a full disk; empty if ``error`` is another one."""
+    if error.filename is None and error.errno in _SHARED_MEMORY_ERRORS and _is_of_shared_memory(error):
+        # The error names no file, and the disks of the run have space.
+        return SHARED_MEMORY_FIX
     if error.errno != errno.ENOSPC:
         return ""
     if error.filename is None:
@@ -75,6 +89,12 @@ def _find_disk_fix(error: OSError, *, can_resume: bool) -> str:
         return "free some space on that disk" if error.strerror == os.strerror(errno.ENOSPC) else ""
     again = " with resume= for the last checkpoint" if can_resume else ""
     return f"free some space there, then launch again{again}"
+
+
+def _is_of_shared_memory(error: OSError) -> bool:
+    """Return whether a lock or a shared block of ``multiprocessing``, which are in /dev/shm, raised it."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    return bool(frames) and frames[-1].filename.endswith(SHARED_MEMORY_FILES)
 
 
 def _cut_middle(summary: str) -> str:

@@ -46,6 +46,8 @@ SIGNAL_WORDS = {
     SIGABRT: "aborted with SIGABRT; the end of its log says why",
 }
 
+MAX_RETURNED_RANKS = 4
+"""Number of ranks that the explanation of a lost peer names."""
 LOG_CHARACTERS = 4096
 """Number of last characters of a log that an error quotes."""
 CRASH_BYTES = 2**16
@@ -99,7 +101,32 @@ def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     failures += [_read_launcher_failure(part, offsets) for part in _list_parts(folder)]
     known = [failure for failure in failures if failure is not None]
     located = _add_nodes(folder, world_size, known)
-    return sorted(located, key=lambda failure: (failure.is_consequence, failure.time))
+    ordered = sorted(located, key=lambda failure: (failure.is_consequence, failure.time))
+    return _explain_returned_peers(folder, world_size, ordered)
+
+
+def _explain_returned_peers(folder: RunFolder, world_size: int, failures: Sequence[Failure]) -> list[Failure]:
+    """Return ``failures``; one that lost a peer without a failed one names the ranks that have returned.
+
+    Ranks with fewer batches than others return first, which is not a failure, and close their connections.
+    """
+    first = failures[0] if failures else None
+    if first is None or not first.is_consequence or not first.raised:
+        return list(failures)
+    markers = [read_json(folder.rank(rank)) or {} for rank in range(world_size)]
+    returned = [rank for rank, marker in enumerate(markers) if marker.get("exit") == "finished"]
+    if not returned:
+        return list(failures)
+    named = ", ".join(map(str, returned[:MAX_RETURNED_RANKS]))
+    more = " and more" * (len(returned) > MAX_RETURNED_RANKS)
+    why = (
+        f"rank{'s' * (len(returned) > 1)} {named}{more} had returned from the task, while every rank has to "
+        "call each collective: all need the same number of steps"
+    )
+    explained = replace(
+        first, reason=f"{first.reason}; {why}", text=f"{first.text.rstrip()}\n\n{why[0].upper()}{why[1:]}."
+    )
+    return [explained, *failures[1:]]
 
 
 def _add_nodes(folder: RunFolder, world_size: int, failures: Sequence[Failure]) -> list[Failure]:
@@ -200,6 +227,12 @@ def _read_log_end(path: Path, *, is_crash: bool) -> str:
     return log[start:end] + ("\n..." if end < len(log) else "")
 
 
+def quote_log_end(folder: RunFolder, path: Path, *, is_crash: bool) -> str:
+    """Return the end of the log ``path`` of a process, with its name in the run folder."""
+    log, name = _read_log_end(path, is_crash=is_crash), f"{path.relative_to(folder.path)} in the run folder"
+    return f"The end of its log, {name}:\n{log}" if log.strip() else f"Its log, {name}, is empty."
+
+
 def _list_parts(folder: RunFolder) -> Sequence[RunFolder]:
     """Return the folders of the run's nodes, or this folder: those with files of a launcher."""
     return folder.list_nodes() or [folder]
@@ -265,15 +298,13 @@ def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
     else:
         how = describe_exit(code, on_full_disk=folder.is_on_full_disk)
     reason = f"rank {rank} {how}"
-    log = _read_log_end(folder.log(rank), is_crash=code is not None and code < 0)
-    name = f"{folder.log(rank).relative_to(folder.path)} in the run folder"
-    end = f"The end of its log, {name}:\n{log}" if log.strip() else f"Its log, {name}, is empty."
+    is_crash = code is not None and code < 0
     return Failure(
         rank=rank,
         time=record.time,
         reason=reason,
-        text=f"{reason}.\n{end}",
-        raised=find_last_raised(log, code),
+        text=f"{reason}.\n{quote_log_end(folder, folder.log(rank), is_crash=is_crash)}",
+        raised=find_last_raised(_read_log_end(folder.log(rank), is_crash=is_crash), code),
         # torch elastic ends the other ranks with SIGTERM, a supervisor on a scheduler's node with SIGHUP;
         # nothing else sends these to a rank.
         is_consequence=code in (-SIGTERM, -SIGHUP) or record.was_ended,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardscope.core.errors import refuse
 from shardscope.machine.host import count_cores
 
 RANK_VARIABLES = (
@@ -28,12 +29,33 @@ HEAP_BYTES = 32 << 20
 M_MMAP_THRESHOLD (mallopt(3)); setting either value disables glibc's dynamic threshold, which depends on
 earlier frees."""
 
+LEAST_SECONDS = {"SHARDSCOPE_HANG_SECONDS": 0.1, "SHARDSCOPE_GRACE_SECONDS": 0.0}
+"""Variables of a run that are seconds, with the least value that each may have."""
+
 TOOLKIT_ROOT = str(Path(__file__).absolute().parents[3])
 
 
 def remove_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment`` without what torchrun or a scheduler has set around the kernel."""
     return {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
+
+
+def check_seconds(environment: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` for a variable of :data:`LEAST_SECONDS` that the supervisor could not read.
+
+    There it would only be ignored, and the default would count.
+    """
+    for name, least in LEAST_SECONDS.items():
+        text = environment.get(name)
+        if not text:
+            continue
+        try:
+            is_valid = float(text) >= least  # False for nan.
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            allowed = f"a number of seconds, at least {least:g}; inf for no limit"
+            refuse(f"the environment variable {name}", text, allowed, f"unset {name} for the default")
 
 
 def add_toolkit_to_path(environment: dict[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import check_flag, check_integer, warn_user
-from shardscope.records.folder import checked_path, explain_write_error
+from shardscope.records.folder import check_working_directory, checked_path, explain_write_error
 from shardscope.runs.backends.backend import LaunchError
 from shardscope.runs.backends.ray.backend import RayBackend
 from shardscope.runs.backends.ray.submission import RayError
@@ -90,6 +90,7 @@ def start_run(
 ) -> Run:
     """Do what :func:`launch` does, on the GPUs at ``gpu_positions`` in CUDA's order; None: the first ones."""
     # 1. Check the arguments, so that a wrong call fails before anything is created.
+    check_working_directory()
     target = check_target(on)
     outlives = target is not None
     if outlive_kernel is not None:

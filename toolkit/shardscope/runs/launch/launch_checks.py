@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
 from shardscope.frameworks.registry import check_trained
+from shardscope.runs.launch.environment import check_seconds
 from shardscope.runs.requirements import check_train_extra
 from shardscope.runs.task_source import check_task, uses_engine
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 NEEDED = ("torch", "accelerate", "cloudpickle")
 MAX_NAME_LENGTH = 100
+MAX_NAME_BYTES = 240
+"""A folder's name has at most 255 bytes (Linux's NAME_MAX), some of which a number at its end needs."""
 
 
 def check_request(plan: Plan, task: object, parent: Path, name: str | None) -> None:
@@ -25,6 +29,7 @@ def check_request(plan: Plan, task: object, parent: Path, name: str | None) -> N
     check_plan(plan)
     check_task("launch.task", task)
     check_train_extra("Launching", NEEDED)
+    check_seconds(os.environ)
     _check_task_and_plan(plan, task, parent, name)
 
 
@@ -42,6 +47,12 @@ def check_name(field: str, name: str, max_length: int = MAX_NAME_LENGTH) -> str:
     if not fits or any(not character.isprintable() or character in "/\\" for character in name):
         allowed = f"1 to {max_length} printable characters without slashes, not starting with a dot"
         refuse(field, name, allowed, Value("my-run"))
+    # Other alphabets have up to four bytes per character.
+    max_bytes = MAX_NAME_BYTES - (MAX_NAME_LENGTH - max_length)
+    encoded = name.encode()
+    if len(encoded) > max_bytes:
+        allowed = f"at most {max_bytes} bytes in UTF-8; these are {len(encoded)}"
+        refuse(field, name, allowed, Value(encoded[:max_bytes].decode(errors="ignore")))
     return name
 
 

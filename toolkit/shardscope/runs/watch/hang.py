@@ -193,6 +193,7 @@ class HangDetector:
             median=statistics.median(progress.median_seconds or 0.0 for progress in still.values()),
             steps={rank: progress.step for rank, progress in self.ranks.items() if progress.step >= 0},
             busy=busy,
+            returned=self._stacks.list_returned(),
         )
         # Look again after twice the time: each request interrupts the ranks for a moment.
         if busy and waited < BUSY_FACTOR * limit:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from shardscope.core.number_format import format_count
 from shardscope.records.json_values import is_int, is_number
-from shardscope.runs.watch.stack_requests import MAX_NAMED_RANKS, NO_STACKS
+from shardscope.runs.watch.stack_requests import MAX_NAMED_RANKS, NO_STACKS, is_stopped
 from shardscope.runs.watch.stacks import describe_position, waits_in_collective
 
 Kind = Literal["steps", "activity"]
@@ -33,6 +33,10 @@ class HangReport(NamedTuple):
     """The ranks that wait in a collective."""
     busy: Mapping[int, str]
     """The ranks whose stack explains the delay, and how."""
+    stopped: Sequence[int] = ()
+    """The ranks that are stopped by SIGSTOP or a debugger."""
+    returned: Sequence[int] = ()
+    """The ranks whose task has returned, so that others wait for them in vain."""
 
     def to_record(self) -> dict[str, object]:
         """Return the report as JSON has it."""
@@ -48,18 +52,29 @@ def build_report(
     median: float = 0.0,
     steps: Mapping[int, int] | None = None,
     busy: Mapping[int, str] | None = None,
+    returned: Sequence[int] = (),
 ) -> HangReport:
     """Return the report of ranks that have answered with their Python stacks, ``replies``."""
     positions = {rank: describe_position(reply) or reply.strip() for rank, reply in replies.items()}
-    waiting = [rank for rank, reply in replies.items() if waits_in_collective(reply)]
-    return HangReport(kind, hangs, waited, median, steps or {}, positions, waiting, busy or {})
+    return HangReport(
+        kind=kind,
+        hangs=hangs,
+        waited=waited,
+        median=median,
+        steps=steps or {},
+        positions=positions,
+        waiting=[rank for rank, reply in replies.items() if waits_in_collective(reply)],
+        busy=busy or {},
+        stopped=tuple(rank for rank, reply in replies.items() if is_stopped(reply)),
+        returned=tuple(returned),
+    )
 
 
 def parse_report(record: object) -> HangReport | None:
     """Return the report in a record that another node has written; None if there is none."""
     if not isinstance(record, dict):
         return None
-    waited, median, waiting = record.get("waited"), record.get("median"), record.get("waiting")
+    waited, median = record.get("waited"), record.get("median")
     if not is_number(waited) or not is_number(median):
         return None
     return HangReport(
@@ -69,9 +84,15 @@ def parse_report(record: object) -> HangReport | None:
         median=float(median),
         steps={rank: step for rank, step in _by_rank(record.get("steps")) if is_int(step)},
         positions={rank: text for rank, text in _by_rank(record.get("positions")) if isinstance(text, str)},
-        waiting=list(filter(is_int, waiting)) if isinstance(waiting, list) else [],
+        waiting=_read_ranks(record.get("waiting")),
         busy={rank: text for rank, text in _by_rank(record.get("busy")) if isinstance(text, str)},
+        stopped=tuple(_read_ranks(record.get("stopped"))),
+        returned=tuple(_read_ranks(record.get("returned"))),
     )
+
+
+def _read_ranks(record: object) -> list[int]:
+    return list(filter(is_int, record)) if isinstance(record, list) else []
 
 
 def _by_rank(record: object) -> Iterable[tuple[int, object]]:
@@ -92,6 +113,8 @@ def merge_reports(reports: Sequence[HangReport]) -> HangReport:
         positions={rank: text for report in reports for rank, text in report.positions.items()},
         waiting=[rank for report in reports for rank in report.waiting],
         busy={rank: text for report in reports for rank, text in report.busy.items()},
+        stopped=tuple(rank for report in reports for rank in report.stopped),
+        returned=tuple(rank for report in reports for rank in report.returned),
     )
 
 
@@ -105,8 +128,10 @@ def describe_hang(report: HangReport, name_node: Callable[[int], str] | None = N
             "unchanged stacks"
         )
     # The ranks that others wait for come first: they are most likely the cause.
-    least, most = (end(report.steps.values(), default=0) for end in (min, max))
-    first = [rank for rank, step in report.steps.items() if step == least] if least < most else []
+    # One that has returned is not behind, but has had fewer steps to do.
+    steps = {rank: step for rank, step in report.steps.items() if rank not in report.returned}
+    least, most = (end(steps.values(), default=0) for end in (min, max))
+    first = [rank for rank, step in steps.items() if step == least] if least < most else []
     if first:
         behind = format_count(most - least, "step")
         text += f"; {_list_ranks(first, name_node)} {'is' if len(first) == 1 else 'are'} {behind} behind"
@@ -115,10 +140,16 @@ def describe_hang(report: HangReport, name_node: Callable[[int], str] | None = N
         text += f"; in a collective {'rank' if len(report.waiting) == 1 else 'ranks'} "
         text += f"{_list_numbers(report.waiting)} wait{'s' * (len(report.waiting) == 1)} for "
         text += _list_ranks(first, name_node)
+    if report.returned:
+        have = "has" if len(report.returned) == 1 else "have"
+        text += f"; {_list_ranks(report.returned, name_node)} {have} returned from the task"
     if report.busy:
         named = list(report.busy.items())[:MAX_NAMED_RANKS]
         text += f"; {', '.join(f'rank {rank} is {reason}' for rank, reason in named)}"
-    named_first = sorted(report.positions, key=lambda rank: rank not in first)[:MAX_NAMED_RANKS]
+    # A stopped rank is the cause itself, even where the others do not wait in Python (inside of backward).
+    at_work = (rank for rank in report.positions if rank not in report.returned)
+    by_cause = sorted(at_work, key=lambda rank: (rank not in report.stopped, rank not in first))
+    named_first = by_cause[:MAX_NAMED_RANKS]
     text += "".join(f"; rank {rank}: {report.positions[rank]}" for rank in named_first)
     if all(f"{position}\n" in NO_STACKS for position in report.positions.values()):
         return text

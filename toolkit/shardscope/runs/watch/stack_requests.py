@@ -19,6 +19,7 @@ NO_SPACE = "its stack could not be written, because the disk is full\n"
 NO_STACKS = (NO_REPLY, NO_SPACE)
 """Replies of a rank whose stack is not known."""
 MAX_NAMED_RANKS = 4
+STOPPED = "is stopped by SIGSTOP or a debugger"
 
 
 class StackRequests:
@@ -42,6 +43,11 @@ class StackRequests:
     def read_replies(self) -> dict[int, str]:
         """Return each rank's reply to the last request, or the reason why it cannot answer."""
         return {rank: self._read_reply(rank) for rank in self.ranks}
+
+    def list_returned(self) -> list[int]:
+        """Return the ranks whose task has returned. Their processes live until the last rank has ended."""
+        records = {rank: read_json(self.folder.rank(rank)) or {} for rank in self.ranks}
+        return [rank for rank, record in records.items() if record.get("exit") == "finished"]
 
     def find_live_pid(self, rank: int) -> int | None:
         """Return the process id of ``rank``; None if it is gone or has not written its record."""
@@ -69,5 +75,10 @@ class StackRequests:
             return read_tail_text(path, min(num_bytes, MAX_BYTES))
         pid = (read_json(self.folder.rank(rank)) or {}).get("pid")
         if isinstance(pid, int) and read_process_state(pid) in ("T", "t"):
-            return f"process {pid} is stopped by SIGSTOP or a debugger, without a stack: kill -CONT {pid}\n"
+            return f"process {pid} {STOPPED}, without a stack: kill -CONT {pid}\n"
         return NO_SPACE if self.folder.is_on_full_disk else NO_REPLY
+
+
+def is_stopped(reply: str) -> bool:
+    """Return whether a reply says that its rank is stopped; a stack begins with the name of a thread."""
+    return reply.startswith("process ") and STOPPED in reply

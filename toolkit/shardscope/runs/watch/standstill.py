@@ -135,7 +135,10 @@ class StandstillDetector:
         self._stacks.write_into_logs(message, replies)
         for rank, activity in self._before.items():  # The lines that we added to its log are not activity.
             self._before[rank] = activity._replace(printed_bytes=self._count_printed(rank))
-        self.report = build_report("activity", replies, hangs=True, waited=self._quiet_so_far)
+        returned = self._stacks.list_returned()
+        self.report = build_report(
+            "activity", replies, hangs=True, waited=self._quiet_so_far, returned=returned
+        )
         return describe_hang(self.report)
 
     def _read_activity(self) -> dict[int, Activity]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from shardscope.timing.rates import Rates
 
 FOLDER_VARIABLE = "SHARDSCOPE_DATA_HOME"
+PROBE_BYTES = 2**18
+"""More than the record of a machine usually has."""
 _CLOSE_ON_EXEC = getattr(os, "O_CLOEXEC", 0)  # Windows has no such flag.
 MAX_FILE_BYTES = 32 * 2**20
 """Maximum file size: more than is ever written."""
@@ -265,8 +267,16 @@ def check_writable(folder: str | os.PathLike[str] | None = None) -> None:
     with _raise_not_stored(place):
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         probe = place / f".probe.{os.getpid()}"
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | _CLOSE_ON_EXEC, 0o600))
-        probe.unlink()
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | _CLOSE_ON_EXEC, 0o600)
+        try:
+            # On a full disk an empty file can be created all the same.
+            left = PROBE_BYTES
+            while left:  # A disk with a little space takes a part, without an error.
+                left -= os.write(descriptor, bytes(left))
+            os.fsync(descriptor)  # A network file system may check the quota only now.
+        finally:
+            os.close(descriptor)
+            probe.unlink()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ closes its connections, and a slower rank that is still connecting raises "Conne
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
@@ -65,4 +66,14 @@ def _make_devices() -> list[ProcessGroupGloo.Device]:
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not interfaces:
         return [ProcessGroupGloo.create_default_device()]
-    return [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    devices = []
+    for name in interfaces:
+        try:
+            devices.append(ProcessGroupGloo.create_device(interface=name))
+        except RuntimeError:
+            known = ", ".join(sorted(known for _, known in socket.if_nameindex()))
+            raise ValueError(
+                f"The environment variable GLOO_SOCKET_IFNAME is {name!r}; allowed: a network interface of "
+                f"this machine that has an address: {known}. Nearest fix: unset it."
+            ) from None  # gloo's text names its source file, which looks like a lost peer.
+    return devices

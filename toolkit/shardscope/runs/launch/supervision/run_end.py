@@ -29,7 +29,7 @@ from shardscope.records.json_files import (
 from shardscope.records.json_values import is_int
 from shardscope.records.regular_files import open_new
 from shardscope.runs.backends.job_log import describe_failed_setup, find_job_log
-from shardscope.runs.explain.failure import Failure, find_failures
+from shardscope.runs.explain.failure import Failure, find_failures, quote_log_end
 from shardscope.runs.explain.failure_report import FailureReport, explain_failures
 from shardscope.runs.trackers import TrackerProcess
 from shardscope.runs.verdict import Evidence, Verdict, decide_status
@@ -178,6 +178,10 @@ class RunEnd:
                 details["error"] = f"{report.text}\n\nBefore, {setup}: see {find_job_log(self.folder)}."
             # The report's reason is the failure's, with numbers. A stop's reason stays.
             reason = report.reason if reason == failure.reason else reason
+        elif status == "failed":  # The launcher left no record, and no rank did: it could not write any, say.
+            is_crash = outcome.launcher_code is not None and outcome.launcher_code < 0
+            log = quote_log_end(self.folder, self.folder.launcher_log, is_crash=is_crash)
+            details = {"error": f"{reason}.\n{log}"}
         if status == "finished":
             reason += self._describe_untrained()
             self._write_model_card()
