@@ -190,7 +190,7 @@ def check_number(field: str, value: object, *, low: float, high: float, default:
     if isinstance(value, float) and math.isnan(value):
         refuse(field, value, allowed, Value(low if default is None else default))
     # float() of an int beyond 1e308 raises OverflowError, so compare first.
-    number = float(value) if abs(value) <= high else math.inf
+    number = float(value) if abs(value) <= high else math.inf if value > 0 else -math.inf
     if not low <= number <= high:
         refuse(field, value, allowed, Value(high if number > high else low))
     return number
