@@ -76,8 +76,8 @@ class ColumnMenus(widgets.VBox):
     def offer(self, names: Sequence[str], chat_column: str | None = None, first_row: str = "") -> None:
         """Show the menus for these columns; nothing is applied yet.
 
-        The column of conversations is chosen, or else the first ones of texts. ``first_row`` is the first line
-        of a file if it reads like a row.
+        The column of conversations is chosen, or else the first ones of texts. ``first_row`` is the first
+        line of a file if it reads like a row.
         """
         self.hint.value = _warn_of_first_row(first_row, len(names)) if first_row else UNKNOWN_NAMES
         if tuple(names) != self._names:
@@ -132,9 +132,9 @@ def _warn_of_first_row(line: str, num_columns: int) -> str:
     """Return why the first row of a file without names would be lost, and how to keep it."""
     names = "text" if num_columns == 1 else "prompt,completion"
     return (
-        f"<span role='alert' class='ss-caution'>The first line of the file, <q>{escape(line)}</q>, reads like a "
-        "row. It is taken for the names of the columns and is not trained on. To keep it, add a line with names "
-        f"above it, such as <code>{names}</code>.</span> If these are names, say what the columns are."
+        f"<span role='alert' class='ss-caution'>The first line of the file, <q>{escape(line)}</q>, reads "
+        "like a row. It is taken for the names of the columns and is not trained on. To keep it, add a line with "
+        f"names above it, such as <code>{names}</code>.</span> If these are names, say what the columns are."
     )
 
 

@@ -37,7 +37,7 @@ OPEN_LABELS = {
     "quantization": "not quantized",
     "kernels": "framework default",
     "attention": "model default",
-    "loss": "default of the kernels",
+    "loss": "kernels' default",
 }
 """Labels of the choice that leaves a field unset."""
 ADVANCED_LABELS = {
@@ -114,7 +114,7 @@ class Advanced:
             row.show(wanted or bool(row.message))
 
     def fit_rows(self, has_base: bool, recomputes: bool) -> None:
-        """Hide rows without effect: the interval without recomputation, the base's type unless ``has_base``."""
+        """Hide the base's type unless ``has_base``, and the interval without recomputation."""
         self._meaningless = {
             field
             for field, has_meaning in (("quantization", has_base), ("recompute_interval", recomputes))

@@ -108,8 +108,8 @@ class UnknownColumnsError(FieldError):
         if self.first_row:
             names = "text" if len(column_names) == 1 else "prompt,completion"
             fix = (
-                f"a first line with names, such as {names}: the one of the file, {self.first_row!r}, reads like "
-                "a row, which would not be trained on"
+                f"a first line with names, such as {names}: the one of the file, {self.first_row!r}, reads "
+                "like a row, which would not be trained on"
             )
         super().__init__(
             field,
@@ -215,7 +215,10 @@ def list_text_columns(column_names: Sequence[str]) -> list[str]:
 
 
 def _find_first_row(column_names: Sequence[str], rows: IndexedRows) -> str:
-    """Return the header of a CSV file if it reads like a row: a name is a sentence, or a number among texts."""
+    """Return the header of a CSV file if it reads like a row; else an empty text.
+
+    One of its names is a sentence, or a number among texts.
+    """
     files = getattr(rows, "files", ())
     if not files or files[0].suffix.lower() not in DELIMITERS:
         return ""
