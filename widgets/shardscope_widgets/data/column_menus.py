@@ -133,8 +133,9 @@ def _warn_of_first_row(line: str, num_columns: int) -> str:
     names = "text" if num_columns == 1 else "prompt,completion"
     return (
         f"<span role='alert' class='ss-caution'>The first line of the file, <q>{escape(line)}</q>, reads "
-        "like a row. It is taken for the names of the columns and is not trained on. To keep it, add a line with "
-        f"names above it, such as <code>{names}</code>.</span> If these are names, say what the columns are."
+        "like a row. It is taken for the names of the columns and is not trained on. To keep it, add a line "
+        f"with names above it, such as <code>{names}</code>.</span> "
+        "If these are names, say what the columns are."
     )
 
 

@@ -107,7 +107,7 @@ class ArchitecturePicker(Picker):
     def set_folder(self, folder: Path) -> None:
         """Set the input to ``folder``, or to the name of the example model that is in it."""
         names = (name for name in EXAMPLES if (example := find_example(name)) and example == folder)
-        text = next(names, str(folder))
+        text = next(names, _shorten_path(folder))
         if self.name.value == text:
             self.read()  # It may have been downloaded meanwhile.
         self.name.value = text
@@ -169,6 +169,17 @@ def _find_nearest_model(text: str) -> str:
 def _has_weights(folder: Path) -> bool:
     """Return whether ``folder`` has weights in the Hub's format."""
     return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
+def _shorten_path(folder: Path) -> str:
+    """Return the path as short as the input shows it: relative to the notebook's folder, if it is in there.
+
+    With "./": a folder "7b" is not the model of that size.
+    """
+    try:
+        return f"./{folder.relative_to(Path.cwd())}"
+    except (ValueError, OSError):
+        return str(folder)
 
 
 def _path_exists(text: str) -> bool:
