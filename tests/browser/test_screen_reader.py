@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from served import Lab
-from studio_page import choose_tab, fill_input, open_studio, wait_for_verdict
+from studio_page import choose_tab, fill_input, open_fold, open_studio, wait_for_verdict
 from tests.requirements import thorough
 
 pytestmark = thorough()
@@ -71,6 +71,21 @@ def test_a_wrong_input_says_so(page: Any) -> None:
     fill_input(page, "Model", "llama-3.1-8b")
     expect(box).not_to_have_attribute("aria-invalid", "true")
     expect(reason).to_be_empty()
+
+
+def test_only_the_wrong_one_of_two_inputs_says_so(page: Any) -> None:
+    open_fold(page, "GPUs")
+    nodes, count = (page.locator(f".ss-side input[title^='{title}']") for title in ("Number of", "GPUs, or"))
+    nodes.fill("0")
+    nodes.press("Enter")
+    expect(nodes).to_have_attribute("aria-invalid", "true")
+    assert count.get_attribute("aria-invalid") is None
+    page.keyboard.press("Tab")  # The focused box has the colour of the focus.
+    colors = [box.evaluate("box => getComputedStyle(box).borderTopColor") for box in (nodes, count)]
+    assert colors[0] != colors[1], "one of the two is marked"
+    nodes.fill("1")
+    nodes.press("Enter")
+    expect(nodes).not_to_have_attribute("aria-invalid", "true")
 
 
 def test_a_new_verdict_is_said_once(page: Any) -> None:

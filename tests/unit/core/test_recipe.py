@@ -255,3 +255,8 @@ def test_json_and_pickle_round_trip(recipe: Recipe) -> None:
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert hash(Recipe.from_json(recipe.to_json())) == hash(recipe)
     assert pickle.loads(pickle.dumps(recipe)) == recipe
+
+
+@pytest.mark.parametrize(("value", "nearest"), [(-1, 0.0), (-0.5, 0.0), (2, 0.99), (-(10**400), 0.0)])
+def test_the_fix_of_a_number_out_of_range_is_its_nearest_end(value: float, nearest: float) -> None:
+    assert catch_error("dropout", value).fix_values == {"dropout": nearest}

@@ -5,15 +5,17 @@ All errors are ``ValueError``; the Studio shows the same text at the input.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn, TypeAlias, TypeVar
 
 Option = TypeVar("Option")
@@ -59,6 +61,14 @@ class FieldError(ValueError):
     def __reduce__(self) -> tuple[object, ...]:
         # BaseException's default calls the constructor with the message alone.
         return _restore, (str(self), _copy_state(self))
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what notebooks show instead of a traceback: the user's own lines, then the message.
+
+        ``%debug`` and ``__traceback__`` still have all frames.
+        """
+        # Ten frames of this package and of ``dataclasses.replace`` would stand between the two.
+        return [*_list_own_lines(self.__traceback__), f"{type(self).__name__}: {self}"]
 
     @property
     def changes(self) -> dict[str, object]:
@@ -146,6 +156,20 @@ def _split_fields(field: str) -> list[str]:
     return [re.match(r"\w*", name.rpartition(".")[2])[0] for name in names]  # type: ignore[index]
 
 
+def _list_own_lines(trace: TracebackType | None) -> Iterator[str]:
+    """Yield the lines of the user's code that led to an error, outermost first."""
+    package = str(PurePath(__file__).parents[1])
+    for frame in traceback.extract_tb(trace):
+        path = PurePath(frame.filename)
+        if "IPython" in path.parts:  # It runs the cell.
+            continue
+        if frame.filename.startswith(package) or frame.filename in (dataclasses.__file__, "<string>"):
+            return
+        is_cell = path.parent.name.startswith("ipykernel_") or frame.filename.startswith("<ipython-input")
+        inside = "" if frame.name == "<module>" else f", in {frame.name}"
+        yield f"{'Cell' if is_cell else path.name}, line {frame.lineno}{inside}: {frame.line}"
+
+
 class OverridableError(FieldError):
     """Error of a check that ``ss.launch(..., force=True)`` skips: what it found may be no obstacle."""
 
@@ -190,7 +214,7 @@ def check_number(field: str, value: object, *, low: float, high: float, default:
     if isinstance(value, float) and math.isnan(value):
         refuse(field, value, allowed, Value(low if default is None else default))
     # float() of an int beyond 1e308 raises OverflowError, so compare first.
-    number = float(value) if abs(value) <= high else math.inf
+    number = float(value) if abs(value) <= high else math.inf if value > 0 else -math.inf
     if not low <= number <= high:
         refuse(field, value, allowed, Value(high if number > high else low))
     return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 import ipywidgets as widgets
 import traitlets
@@ -29,6 +30,7 @@ ROLE_TITLES = {
     "rejected": "Rejected",
 }
 NO_COLUMN = "(none)"
+UNKNOWN_NAMES = "The columns have no known names: say what they are."
 LABEL_WIDTH = "76px"
 
 
@@ -55,10 +57,10 @@ class ColumnMenus(widgets.VBox):
         self._rows = [_create_row(label, menu) for label, menu in zip(self._labels, self.menus, strict=True)]
         self.button = controls.create_button("Use these columns", "ss-ghost", "ss-small")
         self.button.on_click(lambda _: self._choose())
-        hint = controls.create_html("The columns have no known names: say what they are.", "ss-hint")
+        self.hint = controls.create_html(UNKNOWN_NAMES, "ss-hint")
         super().__init__(
             [
-                hint,
+                self.hint,
                 _create_row(controls.create_label("Rows are", LABEL_WIDTH), self.format),
                 *self._rows,
                 self.button,
@@ -71,11 +73,13 @@ class ColumnMenus(widgets.VBox):
             menu.observe(self._follow_menu, "value")
         self.hide()
 
-    def offer(self, names: Sequence[str], chat_column: str | None = None) -> None:
+    def offer(self, names: Sequence[str], chat_column: str | None = None, first_row: str = "") -> None:
         """Show the menus for these columns; nothing is applied yet.
 
-        The column of conversations is chosen, or else the first ones of texts.
+        The column of conversations is chosen, or else the first ones of texts. ``first_row`` is the first
+        line of a file if it reads like a row.
         """
+        self.hint.value = _warn_of_first_row(first_row, len(names)) if first_row else UNKNOWN_NAMES
         if tuple(names) != self._names:
             self._names, self.columns = tuple(names), None
             of_texts: FormatName = "text" if len(list_text_columns(names)) == 1 else "prompt-completion"
@@ -122,6 +126,17 @@ class ColumnMenus(widgets.VBox):
         chosen = {role: menu.value for role, menu in zip(roles, self.menus, strict=False)}
         self.columns = {role: name for role, name in chosen.items() if name != NO_COLUMN}
         self.button.add_class("ss-off")
+
+
+def _warn_of_first_row(line: str, num_columns: int) -> str:
+    """Return why the first row of a file without names would be lost, and how to keep it."""
+    names = "text" if num_columns == 1 else "prompt,completion"
+    return (
+        f"<span role='alert' class='ss-caution'>The first line of the file, <q>{escape(line)}</q>, reads "
+        "like a row. It is taken for the names of the columns and is not trained on. To keep it, add a line "
+        f"with names above it, such as <code>{names}</code>.</span> "
+        "If these are names, say what the columns are."
+    )
 
 
 def _create_row(label: widgets.Label, menu: widgets.Dropdown) -> widgets.HBox:

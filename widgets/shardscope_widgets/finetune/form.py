@@ -164,7 +164,7 @@ class FinetuneForm:
         problem = self.data_panel.problem
         if isinstance(problem, UnknownColumnsError):
             self._mapped_data = data
-            self.inputs.columns.offer(problem.column_names, problem.chat_column)
+            self.inputs.columns.offer(problem.column_names, problem.chat_column, problem.first_row)
             return None, UNKNOWN_COLUMNS
         if problem is not None:
             raise problem.with_traceback(None)

@@ -18,6 +18,7 @@ OPTIMIZATION, ADAPTERS, DATA, RUN = "", "Adapters", "Data", "While it trains"
 LABELS = {
     "learning_rate": (OPTIMIZATION, "Learning rate"),
     "num_epochs": (OPTIMIZATION, "Epochs"),
+    "num_steps": (OPTIMIZATION, "Steps"),
     "seq_len": (OPTIMIZATION, "Sequence length"),
     "global_batch_size": (OPTIMIZATION, "Global batch"),
     "schedule": (OPTIMIZATION, "Schedule"),
@@ -33,6 +34,7 @@ LABELS = {
 }
 """Field -> group and label."""
 REASONS = {
+    "num_steps": "The length of the run, instead of epochs.",
     "schedule": "How the learning rate falls after the warm-up.",
     "warmup": "Share of the steps, or from 1 on their number, in which the rate rises.",
     "lora_alpha": "The adapters' output is scaled by alpha / rank; twice the rank is usual.",
@@ -54,7 +56,7 @@ MENUS: dict[str, dict[str, object]] = {
 RECOMMENDED = "recommended"
 NO_VALIDATION = "none"
 WIDTH = "200px"
-NUMBERS = ("lora_rank", "seq_len", "global_batch_size")
+NUMBERS = ("lora_rank", "seq_len", "global_batch_size", "num_steps")
 
 
 class FinetuneSettings(Picker):
@@ -89,6 +91,7 @@ class FinetuneSettings(Picker):
         self.add_class("ss-finetune-settings")
         for box in self._boxes.values():
             box.observe(self.read, "value")
+        self.rows["num_steps"].show(False)
         self.read()
 
     @property
@@ -137,9 +140,13 @@ class FinetuneSettings(Picker):
             controls.show_if(title, has_adapters)
         for name, box in self._boxes.items():
             choice = by_field.get(name)
-            # A full fine-tune has no rank, and a text its number of steps instead of epochs.
+            # A full fine-tune has no rank.
             if LABELS[name][0] == ADAPTERS:
                 self.rows[name].show(has_adapters)
+            # A text has a number of steps, rows have epochs. What the user has typed is never hidden.
+            if name in ("num_steps", "num_epochs"):
+                is_usual = ("num_steps" in by_field) == (name == "num_steps")
+                self.rows[name].show(is_usual or bool(box.value.strip()))
             if choice is not None:
                 self._reasons[name].value = escape(choice.why)
             elif name not in REASONS:
@@ -178,6 +185,10 @@ def _format_input(name: str, value: object) -> object:
     """Return a field's value as its input shows it."""
     if name in MENUS:
         return next((label for label, choice in MENUS[name].items() if choice == value), RECOMMENDED)
+    if value is None:
+        return NO_VALIDATION if name == "validation" else ""
+    if isinstance(value, float):
+        return f"{value:g}"
     if isinstance(value, tuple | list):
         return ("\n" if name == "samples" else ", ").join(map(str, value))
     return value

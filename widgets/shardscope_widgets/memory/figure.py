@@ -135,7 +135,7 @@ def _build_layout() -> dict[str, object]:
             "showgrid": False,
             "zeroline": False,
             "range": [0, 1.0],
-            "tickvals": [0.17, 0.66, 0.99],
+            "tickvals": [0.17, 0.6, 0.99],
             "ticktext": ["forward", "backward", "optimizer"],
             "tickangle": 0,
             "tickfont": SMALL,

@@ -18,6 +18,7 @@ from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.pickers.base import Picker, Row
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 MIN_SIMILARITY = 0.8
 """Minimum similarity at which a name counts as misspelt."""
@@ -84,12 +85,16 @@ class ArchitecturePicker(Picker):
             self._weights = path.resolve() if path.is_dir() and _has_weights(path) else None
             return architecture
         near = _find_nearest_model(text)
+        fix = near or "a size such as 7b, or the path of the model's folder"
+        if not near and HUB_NAME.fullmatch(text):
+            command = f"hf download {text} --local-dir {text.rpartition('/')[2]}"
+            fix = f"the path of the model's folder; one of the Hub is downloaded with {command}"
         raise FieldError(
             "model",
             text,
             "a model of the catalogue by its name or its Hugging Face name, a size such as 7b, or the "
             "path of an existing config.json",
-            near or "a size such as 7b, or the path of the model's folder",
+            fix,
             f"{text[:60]!r} is not in the catalogue and is not a path" if text else "No model entered",
         )
 
@@ -102,7 +107,7 @@ class ArchitecturePicker(Picker):
     def set_folder(self, folder: Path) -> None:
         """Set the input to ``folder``, or to the name of the example model that is in it."""
         names = (name for name in EXAMPLES if (example := find_example(name)) and example == folder)
-        text = next(names, str(folder))
+        text = next(names, _shorten_path(folder))
         if self.name.value == text:
             self.read()  # It may have been downloaded meanwhile.
         self.name.value = text
@@ -164,6 +169,17 @@ def _find_nearest_model(text: str) -> str:
 def _has_weights(folder: Path) -> bool:
     """Return whether ``folder`` has weights in the Hub's format."""
     return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
+def _shorten_path(folder: Path) -> str:
+    """Return the path as short as the input shows it: relative to the notebook's folder, if it is in there.
+
+    With "./": a folder "7b" is not the model of that size.
+    """
+    try:
+        return f"./{folder.relative_to(Path.cwd())}"
+    except (ValueError, OSError):
+        return str(folder)
 
 
 def _path_exists(text: str) -> bool:

@@ -85,6 +85,8 @@ class Picker(widgets.VBox):
         self.complete: Callable[[Mapping[str, object]], dict[str, object]] = dict
         """Extends a fix with the changes that the rest of the plan then needs; by default with none."""
         self._own_error = False
+        self._wrong_boxes: list[widgets.DOMWidget] = []
+        """The inputs that are marked as invalid."""
         self._tooltips: dict[str, str] = {}
         """Field -> its input's own tooltip."""
         # A row may serve several fields; it is shown once.
@@ -159,6 +161,12 @@ class Picker(widgets.VBox):
         # Without a named field the first row shows it, so that no error is lost.
         row = rows[0] if rows else next(iter(self.rows.values()))
         self._clear_errors()
+        # A row may have inputs of several fields.
+        boxes = [self.boxes.get(field) for field in fields if self.rows.get(field) is row]
+        for box in boxes:
+            if isinstance(box, widgets.DOMWidget):
+                box.add_class("ss-wrong")
+                self._wrong_boxes.append(box)
         self.is_wrong = True
         # str() of a KeyError is the repr of its message, in quotes.
         message = str(error.args[0] if isinstance(error, KeyError) else error)
@@ -195,6 +203,8 @@ class Picker(widgets.VBox):
         self.is_wrong = False
         for row in dict.fromkeys(self.rows.values()):
             row.show_error("")
+        while self._wrong_boxes:
+            self._wrong_boxes.pop().remove_class("ss-wrong")
 
 
 def _shorten(error: FieldError) -> str:

@@ -53,10 +53,13 @@ class ClusterPicker(Picker):
         for number in (self.count, self.nodes):
             number.add_class("ss-short")
         self.host = controls.create_text_box("", "Host memory of each node in GiB; empty: unknown", "64px")
-        self.nvme = controls.create_text_box("", "NVMe capacity of each node in GiB; empty: unknown", "64px")
+        # Both units have to stand beside their boxes in one line of the panel.
+        self.nvme = controls.create_text_box("", "NVMe capacity of each node in GiB; empty: unknown", "52px")
         self.speed = controls.create_text_box(
-            "", "NVMe read bandwidth of each node in GB/s; empty: unknown", "48px"
+            "", "NVMe read bandwidth of each node in GB/s; empty: unknown", "36px"
         )
+        for number in (self.nvme, self.speed):
+            number.add_class("ss-short")
         self.hint = controls.create_html("", "ss-hint")
         self.host_hint = controls.create_html(UNKNOWN_HOST_MEMORY, "ss-hint")
         self.more = controls.create_button("More options", "ss-link", icon="chevron-right")
@@ -80,7 +83,7 @@ class ClusterPicker(Picker):
         )
         self._host_row = host = Row("Host memory", self.host, controls.create_label("GiB per node"))
         self._nvme_row = nvme = Row(
-            "NVMe", self.nvme, controls.create_label("GiB at"), self.speed, controls.create_label("GB/s")
+            "NVMe", self.nvme, controls.create_label("GiB"), self.speed, controls.create_label("GB/s")
         )
         super().__init__(
             {

@@ -144,7 +144,8 @@ class RecipePicker(Picker):
 
     def _fit_rows(self) -> None:
         """Show the advanced rows that are requested and applicable, or that have a message."""
-        self.advanced.fit_rows(self.method.value != "full", self.recompute.value != "none")
+        # The base of QLoRA is 4-bit in any case: there is nothing to choose.
+        self.advanced.fit_rows(self.method.value == "lora", self.recompute.value != "none")
 
     def _reset_hidden_fields(self, _: object) -> None:
         """Reset fields without an input to their defaults."""

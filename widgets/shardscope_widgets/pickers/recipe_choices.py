@@ -37,7 +37,7 @@ OPEN_LABELS = {
     "quantization": "not quantized",
     "kernels": "framework default",
     "attention": "model default",
-    "loss": "default of the kernels",
+    "loss": "kernels' default",
 }
 """Labels of the choice that leaves a field unset."""
 ADVANCED_LABELS = {
@@ -113,11 +113,11 @@ class Advanced:
             wanted = is_open and field not in self._meaningless
             row.show(wanted or bool(row.message))
 
-    def fit_rows(self, has_adapters: bool, recomputes: bool) -> None:
-        """Hide rows without effect: the base's type without adapters, the interval without recomputation."""
+    def fit_rows(self, has_base: bool, recomputes: bool) -> None:
+        """Hide the base's type unless ``has_base``, and the interval without recomputation."""
         self._meaningless = {
             field
-            for field, has_meaning in (("quantization", has_adapters), ("recompute_interval", recomputes))
+            for field, has_meaning in (("quantization", has_base), ("recompute_interval", recomputes))
             if not has_meaning
         }
         self.show_rows(self.is_open)

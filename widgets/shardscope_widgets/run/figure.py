@@ -42,6 +42,8 @@ FEW_POINTS = 10
 """Lines with up to this many points have markers: a line of one point would be invisible."""
 ROOM = 1.15
 """Upper end of an axis, as a multiple of its highest value."""
+ROUNDING = 1e-6
+"""Largest relative difference of values that count as equal: float32 has 24 bits."""
 CEILING = 0.98
 """Height at which outliers are drawn, as a fraction of the axis: inside the plot."""
 
@@ -393,8 +395,12 @@ def _find_last_step(total_steps: int | None) -> float:
 
 def _find_constant(lines: Iterable[Line]) -> float | None:
     """Return the value that all points of ``lines`` have; None if they differ or there is none."""
-    values = {value for line in lines for value in line.y if isfinite(value)}
-    return values.pop() if len(values) == 1 else None
+    values = [value for line in lines for value in line.y if isfinite(value)]
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    # On an axis of its own, the rounding of float32 would look like a curve.
+    return high if high - low <= ROUNDING * max(abs(low), abs(high)) else None
 
 
 def _find_axes(layout: go.Layout, slot: int) -> tuple[go.layout.XAxis, go.layout.YAxis]:

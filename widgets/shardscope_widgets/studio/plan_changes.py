@@ -25,6 +25,9 @@ _TASK_LABELS = {
 """Field of a task -> name of its input in a notice, where that is not the field's own name."""
 
 
+NO_INPUT = "No input of the Studio sets this: launch the run from Python with the suggested value."
+
+
 class PlanChanges:
     """Applies plans by ``apply(plan)``, and shows in ``notice`` what has changed."""
 
@@ -74,6 +77,8 @@ class PlanChanges:
         ]
         if changes:
             self._notice.show_message(f"Applied: {', '.join(changes)}.", {"Undo": undo})
+        else:  # Such as another seed.
+            self._notice.show_message(NO_INPUT, is_error=True)
 
     def apply_traced(self, before: ss.Plan, plan: ss.Plan) -> None:
         """Apply the change of a traced run's plan that a sentence of its trace suggests."""

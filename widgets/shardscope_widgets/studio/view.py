@@ -441,12 +441,12 @@ class Studio(View):
         """Set the inputs to ``task``, which a finding suggests."""
         options = self.options
         if isinstance(task, ss.Finetune) and self.task.form is not None:
-            settings, rate = self.finetune.form.settings, task.learning_rate
-            now = self._build_finetune(self.plan)
-            fields: dict[str, object] = {"learning_rate": "" if rate is None else f"{rate:g}"}
-            for name in ("schedule", "warmup"):
-                if getattr(now, name, None) != getattr(task, name):
-                    fields[name] = getattr(task, name)
+            settings, now = self.finetune.form.settings, self._build_finetune(self.plan)
+            fields = {
+                name: getattr(task, name)
+                for name in settings.boxes
+                if hasattr(task, name) and getattr(now, name, None) != getattr(task, name)
+            }
 
             def set_form() -> None:
                 settings.set_fields(fields)

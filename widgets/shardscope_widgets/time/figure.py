@@ -18,6 +18,8 @@ from shardscope_widgets.time.rows import ShownStep
 ROWS = ("predicted", "overlapped", "measured")
 ROW_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 2, 4
 LEFT_PIXELS, RIGHT_PIXELS = 96, 112
+TOOLTIP_CHARACTERS = 52
+"""Longest line of a tooltip: the chart of a narrow tab has 370 pixels, and a longer one is cut."""
 OVERLAPPED_OPACITY = 0.55
 SMALL = {"size": 12}
 
@@ -156,7 +158,7 @@ def _write_part_tooltip(report: StepReport, name: Part, scale: Scale) -> str:
     # explain() begins with the part's Python name.
     text = report.explain(name, scale)
     # plotly's tooltips do not wrap; a word such as all-gather stays in one piece.
-    return "<br>".join(wrap(escape(text), 72, break_on_hyphens=False))
+    return "<br>".join(wrap(escape(text), TOOLTIP_CHARACTERS, break_on_hyphens=False))
 
 
 def _build_notes(shown: ShownStep) -> list[dict[str, object]]:
@@ -166,7 +168,7 @@ def _build_notes(shown: ShownStep) -> list[dict[str, object]]:
     rows = [
         ("predicted", report.seconds if report else 0.0, "no prediction: see below"),
         ("overlapped", overlapped, "no communication overlaps with compute" if report else ""),
-        ("measured", measured.seconds if measured else 0.0, "plan not run yet"),
+        ("measured", measured.seconds if measured else 0.0, "not measured yet"),
     ]
     for index, pin in enumerate(shown.pins):
         seconds = pin.step.report.seconds if pin.step.report else 0.0

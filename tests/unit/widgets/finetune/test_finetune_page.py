@@ -242,3 +242,28 @@ def test_every_fix_of_a_fine_tune_in_the_form_is_applied(studio: Any) -> None:
         studio.checks._handle_action(name)
         assert shown in studio.notice.value
         assert name not in [finding.name for finding in studio.findings]
+
+
+def test_apply_of_fewer_steps_sets_the_forms_steps_for_a_text(studio: Any, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("Call me Ishmael. " * 60)
+    studio.tabs.value = "Fine-tune"
+    form = studio.finetune.form
+    form.inputs.weights.value, form.inputs.data.value = "chatty", "short.txt"
+    assert wait_until(lambda: form.setup is not None, READ_SECONDS)
+    # Rows have epochs, a text has steps.
+    assert form.settings.rows["num_steps"].is_shown and not form.settings.rows["num_epochs"].is_shown
+    studio._check_results.discard()
+    studio.tabs.value = "Checks"
+    studio.checks.show(studio.findings)
+    studio.checks._handle_action("text-read-many-times")
+    steps = form.settings.boxes["num_steps"].value
+    assert f"steps default → {steps}" in studio.notice.value and studio.launch.task.num_steps == int(steps)
+    assert "text-read-many-times" not in [finding.name for finding in studio.findings]
+    studio.notice.press_button("Undo")
+    assert form.settings.boxes["num_steps"].value == "" and studio.launch.task.num_steps is None
+
+
+def test_apply_of_a_field_without_an_input_says_so(studio: Any) -> None:
+    fill(studio)
+    studio._apply_task(replace(studio.launch.task, seed=7))
+    assert "No input of the Studio sets this" in studio.notice.value

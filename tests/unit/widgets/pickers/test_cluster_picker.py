@@ -117,3 +117,12 @@ def test_answer_in_the_checks_tab_is_written_to_the_picker() -> None:
     assert studio.plan.cluster.nvme_bytes == 2**42 and studio.cluster.nvme.value == "4,096"
     assert "nvme-not-known" not in [one.name for one in studio.checks.findings]
     assert not studio.checks.list.error
+
+
+def test_only_the_wrong_one_of_two_inputs_in_a_row_is_marked() -> None:
+    picker = ClusterPicker()
+    for wrong, right, typed in ((picker.nodes, picker.count, "0"), (picker.speed, picker.nvme, "fast")):
+        before, wrong.value = wrong.value, typed
+        assert picker.is_wrong and "ss-wrong" in wrong._dom_classes and "ss-wrong" not in right._dom_classes
+        wrong.value = before
+        assert not picker.is_wrong and "ss-wrong" not in wrong._dom_classes

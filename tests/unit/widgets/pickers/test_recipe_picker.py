@@ -109,3 +109,13 @@ def test_option_that_the_new_framework_lacks_is_reported() -> None:
     assert not studio.recipe.rows["optimizer"].message
     assert studio.plan.layout.framework == "fsdp2"
     assert "muon" not in {value for _, value in studio.recipe.advanced.dropdowns["optimizer"].options}
+
+
+def test_qlora_asks_for_no_type_of_its_base_weights() -> None:
+    picker = RecipePicker()
+    row = picker.rows["quantization"]
+    picker.advanced.show_rows(True)
+    # QLoRA's base is NF4: "not quantized" beside it would be false.
+    for method, is_shown in (("lora", True), ("qlora", False), ("full", False)):
+        picker.method.value = method
+        assert row.is_shown is is_shown, method

@@ -234,3 +234,14 @@ def test_the_example_model_is_chosen_by_its_name(tmp_path: Path, monkeypatch: py
     other = write_folder(tmp_path / "other")
     studio.architecture.set_folder(other)
     assert studio.architecture.name.value == str(other) and studio.architecture.weights_folder == other
+
+
+def test_a_folder_below_the_notebook_is_shown_with_a_short_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    studio: Any = Studio()
+    # "7b" alone would be the model of that size.
+    folder = write_folder(tmp_path / "7b")
+    studio.architecture.set_folder(folder)
+    assert studio.architecture.name.value == "./7b" and studio.architecture.weights_folder == folder

@@ -479,6 +479,14 @@ def test_a_constant_value_is_not_drawn_as_zero(value: float, least: float, most:
     assert axis.range is None and axis.autorange
 
 
+def test_rounding_of_a_constant_loss_is_no_curve() -> None:
+    figure = RunFigure()
+    figure.start_run(1)
+    values = [7.6255951, 7.6255955, 7.6255951]
+    figure.add_records([{"step": n, "rank": 0, "time": 0.0, "loss": value} for n, value in enumerate(values)])
+    assert figure.widget.layout.yaxis.range == pytest.approx((0, 1.15 * 7.6255955))
+
+
 def test_the_step_axis_ends_with_steps_that_are_known_late() -> None:
     figure = RunFigure()
     figure.start_run(1, None, None, ["loss"])

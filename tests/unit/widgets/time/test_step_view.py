@@ -70,7 +70,7 @@ def test_step_bars_equal_the_step_report(plan: ss.Plan) -> None:
         assert shown["predicted"][name] == pytest.approx(report.parts[name] * factor)
         assert shown["overlapped"][name] == pytest.approx(report.hidden[name] * factor)
     assert sum(shown["predicted"].values()) == pytest.approx(report.seconds * factor)
-    assert "measured" not in shown and read_annotations(view)["measured"] == "plan not run yet"
+    assert "measured" not in shown and read_annotations(view)["measured"] == "not measured yet"
     assert sum(report.hidden.values()) <= view.figure.layout.xaxis.range[1] / factor
 
 

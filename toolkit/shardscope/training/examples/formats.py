@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from shardscope.core.errors import FieldError, check_choice, find_similar, refuse
+from shardscope.training.examples.file_rows import DELIMITERS
 from shardscope.training.examples.rows import Row
 
 FormatName: TypeAlias = Literal["text", "prompt-completion", "instruction", "messages", "preference"]
@@ -71,6 +72,12 @@ ROLE_NAMES = {
 }
 
 
+NUMBER = re.compile(r"[-+]?\d+([.,]\d+)*")
+SENTENCE_END = (".", "?", "!", "…", "。", "？", "！")
+MAX_NAME_CHARACTERS = 60
+"""Longest column name that no sentence is suspected in."""
+
+
 class ExampleError(ValueError):
     """A row that cannot be trained on, with the fix where it is not in the row itself."""
 
@@ -96,6 +103,14 @@ class UnknownColumnsError(FieldError):
         wrapped = None if chats or len(rows) > 1 else _find_wrapped_rows(row)
         if wrapped is not None:
             fix = f'the rows alone, which are the list in "{wrapped}"'
+        self.first_row = _find_first_row(column_names, rows)
+        """The first line of a CSV file if it reads like a row, not like column names; else empty."""
+        if self.first_row:
+            names = "text" if len(column_names) == 1 else "prompt,completion"
+            fix = (
+                f"a first line with names, such as {names}: the one of the file, {self.first_row!r}, reads "
+                "like a row, which would not be trained on"
+            )
         super().__init__(
             field,
             f"data with the columns {', '.join(column_names)}",
@@ -197,6 +212,28 @@ def list_text_columns(column_names: Sequence[str]) -> list[str]:
     """
     names = [name for name in column_names if not NUMBER_NAME.fullmatch(name.strip())]
     return names or list(column_names)
+
+
+def _find_first_row(column_names: Sequence[str], rows: IndexedRows) -> str:
+    """Return the header of a CSV file if it reads like a row; else an empty text.
+
+    One of its names is a sentence, or a number among texts.
+    """
+    files = getattr(rows, "files", ())
+    if not files or files[0].suffix.lower() not in DELIMITERS:
+        return ""
+    names = [name.strip() for name in column_names]
+    are_numbers = [bool(NUMBER.fullmatch(name)) for name in names]
+    is_row = any(
+        len(name) > MAX_NAME_CHARACTERS or "\n" in name or (" " in name and name.endswith(SENTENCE_END))
+        for name in names
+    )
+    # Numbers alone are the names of pandas' columns that have none.
+    is_row = is_row or (any(are_numbers) and not all(are_numbers))
+    line = ",".join(names)
+    if not is_row:
+        return ""
+    return line if len(line) <= MAX_NAME_CHARACTERS else f"{line[: MAX_NAME_CHARACTERS - 1]}…"
 
 
 def _read_first(rows: IndexedRows) -> Mapping[str, object]:
