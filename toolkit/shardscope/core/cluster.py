@@ -271,10 +271,10 @@ class Cluster(Serializable):
         # The last count is GPUs per node: "4x8x..." is four nodes of eight.
         per_node, nodes = (counts or [1])[-1], counts[0] if len(counts) == 2 else 1
         if match[2] not in gpus:
-            meant = _find_similar_cluster(text)
+            similar = _find_similar_cluster(text)
             own = "Cluster.of(Gpu(...), gpus_per_node), of its own figures (shardscope.core.cluster.Gpu)"
             allowed, problem = f"{form}; types: {', '.join(gpus)}", f"{match[2]} is not in the catalogue"
-            refuse("cluster", text, allowed, Value(meant) if meant else own, problem=problem)
+            refuse("cluster", text, allowed, Value(similar) if similar else own, problem=problem)
         return cls.of(gpus[match[2]], per_node, nodes)
 
     @classmethod
@@ -306,20 +306,27 @@ def _find_similar_cluster(text: str) -> str | None:
         counts.append(match[1])
         rest = rest[match.end() :]
     # Slurm and SkyPilot write the number of GPUs behind their type. Four digits are part of a name: rtx4090.
-    if match := re.search(r"\s*[x*:]\s*([0-9]{1,3})$", rest):
+    while match := re.search(r"\s*[x*:]\s*([0-9]{1,3})$", rest):
         counts.append(match[1])
         rest = rest[: match.start()]
-    if len(counts) > 2 or not re.match("[a-z]", rest):
+    if len(counts) > 2 or "0" in counts or not re.match("[a-z]|[0-9]{3,4}", rest):
         return None
     amount, name = "".join(f"{count}x" for count in counts), re.sub(r"[\s_-]+", "-", rest)
     for known, entry in load_table("gpus").items():
         if any(name == driver.lower().replace(" ", "-") for driver in entry["driver_names"]):
             return amount + known
+    # GPUs of the same model number, and of those the one that shares most words: "a100 40", "4090", "dgx h100".
+    words = {written for word in name.split("-") for written in (word, f"{word}gb")}
+    same_model = [known for known in gpus if words & set(filter(_is_model, known.split("-")[:2]))]
     name = re.sub(r"^((nvidia|amd|tesla|instinct|geforce)-)+", "", name)
-    # The model number alone, as of "gb200-nvl72".
-    model, numbered = name.partition("-")[0], (known for known in gpus if re.match(r"[a-z]+[0-9]", known))
-    meant = find_similar(name, gpus) or next((one for one in numbered if one.startswith(f"{model}-")), None)
-    return None if meant is None else amount + meant
+    similar = max(same_model, key=lambda known: len(words & set(known.split("-"))), default=None)
+    similar = similar or find_similar(name, gpus)
+    return None if similar is None else amount + similar
+
+
+def _is_model(word: str) -> bool:
+    """Return whether a word of a GPU's name is a model number, as "h100", "4090" and not "rtx" or "80gb"."""
+    return re.search("[0-9]", word) is not None and not word.endswith("gb")
 
 
 def choose_mixed_precision(gpu: Gpu) -> Literal["bf16-mixed", "fp16-mixed"]:
