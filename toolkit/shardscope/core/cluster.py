@@ -315,9 +315,11 @@ def _find_similar_cluster(text: str) -> str | None:
     for known, entry in load_table("gpus").items():
         if any(name == driver.lower().replace(" ", "-") for driver in entry["driver_names"]):
             return amount + known
-    # GPUs of the same model number, and of those the one that shares most words: "a100 40", "4090", "dgx h100".
+    # GPUs of the same model number, and of those the one that shares most words: "a100 40", "4090".
     words = {written for word in name.split("-") for written in (word, f"{word}gb")}
-    same_model = [known for known in gpus if words & set(filter(_is_model, known.split("-")[:2]))]
+    same_model = [
+        known for known in gpus if any(_is_model(word) and word in words for word in known.split("-")[:2])
+    ]
     name = re.sub(r"^((nvidia|amd|tesla|instinct|geforce)-)+", "", name)
     similar = max(same_model, key=lambda known: len(words & set(known.split("-"))), default=None)
     similar = similar or find_similar(name, gpus)
