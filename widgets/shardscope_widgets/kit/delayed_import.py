@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import LazyLoader
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 
 @contextmanager
 def delay_import(name: str) -> Iterator[None]:
-    """Load the top-level module ``name``, if it is imported in this context, when it is first used.
+    """In this context, give importers of the top-level module ``name`` one that loads it at its first use.
 
-    A module that is already loaded, or not installed, is not affected.
+    A module that is already loaded, or not installed, is not affected. Afterwards ``import`` works as before.
     """
-    finder = _LazyFinder(name)
-    sys.meta_path.insert(0, finder)
+    if name in sys.modules or find_spec(name) is None:
+        yield
+        return
+    sys.modules[name] = delayed = _DelayedModule(name)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        delayed.leave_modules()
 
 
-class _LazyFinder(MetaPathFinder):
-    """A finder of one module, which is loaded at the first access to one of its attributes."""
+class _DelayedModule(ModuleType):
+    """A module whose attributes are those of the real one, which is imported at the first access.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    ``importlib.util.LazyLoader`` is not used: before Python 3.12.3, threads that use its module at the same
+    time fail, and it stays in ``sys.modules``.
+    """
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the specification of the module with a lazy loader; None for all other modules."""
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == self._name else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = LazyLoader(spec.loader)
-        return spec
+    def __getattr__(self, attribute: str) -> object:
+        self.leave_modules()
+        return getattr(import_module(self.__name__), attribute)
+
+    def leave_modules(self) -> None:
+        """Leave ``sys.modules``, so that the next import finds the real module."""
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]

@@ -1,4 +1,4 @@
-"""What the import of the widgets leaves unloaded works when it is used."""
+"""Modules that the import of the widgets leaves unloaded: they work when they are used."""
 
 from __future__ import annotations
 
@@ -17,6 +17,20 @@ import nbformat
 from nbformat import v4
 nbformat.validate(nbformat.v4.new_notebook(cells=[v4.new_code_cell("1 + 1")]))
 """
+IN_THREADS = """
+import threading
+import shardscope_widgets
+made = []
+def make_notebook():
+    import nbformat
+    made.append(nbformat.v4.new_notebook())
+threads = [threading.Thread(target=make_notebook) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(made) == 8
+"""
 
 
 def test_plotly_and_nbformat_work_after_the_widgets_are_imported() -> None:
@@ -25,6 +39,13 @@ def test_plotly_and_nbformat_work_after_the_widgets_are_imported() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "application/vnd.plotly.v1+json" in done.stdout
+
+
+def test_several_threads_use_nbformat_first() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_THREADS], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_module_that_is_not_installed_is_still_missing() -> None:
