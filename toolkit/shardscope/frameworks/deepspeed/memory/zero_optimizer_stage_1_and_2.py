@@ -370,9 +370,11 @@ class _BackwardReduction:
                 phase, tied_gradient = phase._replace(staging=phase.staging + size), 0
             if not number and remaining > 1:
                 at_logits = max(at_logits or phase, phase, key=_get_total)
-            # A gradient that does not fit reduces the bucket first; the new gradient already exists.
+            # A gradient that does not fit reduces the bucket first. It exists by then, alone or as a part of that
+            # of earlier micro-batches.
             if self._bucket and self._bucket_elements + size > self._options.bucket_size:
-                phase = max(phase, *self._reduce_bucket(tied_gradient + size), key=_get_total)
+                new = tied_gradient + size * (self._earlier_gradients == 0)
+                phase = max(phase, *self._reduce_bucket(new), key=_get_total)
             peak = max(peak, phase, key=_get_total)
             if tensors.is_feed_forward and tensors.is_feed_forward[index]:
                 feed_forward.append(phase)
