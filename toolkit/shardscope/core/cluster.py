@@ -271,10 +271,10 @@ class Cluster(Serializable):
         # The last count is GPUs per node: "4x8x..." is four nodes of eight.
         per_node, nodes = (counts or [1])[-1], counts[0] if len(counts) == 2 else 1
         if match[2] not in gpus:
-            meant = _find_similar_cluster(text)
+            similar = _find_similar_cluster(text)
             own = "Cluster.of(Gpu(...), gpus_per_node), of its own figures (shardscope.core.cluster.Gpu)"
             allowed, problem = f"{form}; types: {', '.join(gpus)}", f"{match[2]} is not in the catalogue"
-            refuse("cluster", text, allowed, Value(meant) if meant else own, problem=problem)
+            refuse("cluster", text, allowed, Value(similar) if similar else own, problem=problem)
         return cls.of(gpus[match[2]], per_node, nodes)
 
     @classmethod
@@ -318,8 +318,8 @@ def _find_similar_cluster(text: str) -> str | None:
     name = re.sub(r"^((nvidia|amd|tesla|instinct|geforce)-)+", "", name)
     # The model number alone, as of "gb200-nvl72".
     model, numbered = name.partition("-")[0], (known for known in gpus if re.match(r"[a-z]+[0-9]", known))
-    meant = find_similar(name, gpus) or next((one for one in numbered if one.startswith(f"{model}-")), None)
-    return None if meant is None else amount + meant
+    similar = find_similar(name, gpus) or next((one for one in numbered if one.startswith(f"{model}-")), None)
+    return None if similar is None else amount + similar
 
 
 def choose_mixed_precision(gpu: Gpu) -> Literal["bf16-mixed", "fp16-mixed"]:
