@@ -93,7 +93,7 @@ def test_a_kernel_without_ray_is_told_what_to_install(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("address", "meant"),
+    ("address", "completed"),
     [
         ("10.0.0.1", "10.0.0.1:6379"),
         ("http://head.example:8265", "head.example:6379"),
@@ -103,11 +103,11 @@ def test_a_kernel_without_ray_is_told_what_to_install(monkeypatch: pytest.Monkey
         ("", "auto"),
     ],
 )
-def test_an_address_without_a_port_is_completed(address: str, meant: str) -> None:
+def test_an_address_without_a_port_is_completed(address: str, completed: str) -> None:
     with pytest.raises(FieldError) as refused:
         ss.Ray(address=address)
-    assert refused.value.changes == {"Ray.address": meant}
-    ss.Ray(address=meant)
+    assert refused.value.changes == {"Ray.address": completed}
+    ss.Ray(address=completed)
 
 
 @pytest.mark.parametrize("field", ["Ray.address", "RAY_ADDRESS"])

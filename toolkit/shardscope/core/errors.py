@@ -5,14 +5,14 @@ All errors are ``ValueError``; the Studio shows the same text at the input.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+import linecache
 import math
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import FrameType, TracebackType
@@ -63,12 +63,27 @@ class FieldError(ValueError):
         return _restore, (str(self), _copy_state(self))
 
     def _render_traceback_(self) -> list[str]:
-        """Return what notebooks show instead of a traceback: the user's own lines, then the message.
+        """Return IPython's traceback with the user's own code alone, for the default mode of ``%xmode``.
 
         ``%debug`` and ``__traceback__`` still have all frames.
         """
-        # Ten frames of this package and of ``dataclasses.replace`` would stand between the two.
-        return [*_list_own_lines(self.__traceback__), f"{type(self).__name__}: {self}"]
+        # IPython calls this method; the toolkit itself never imports it.
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython is not None else None
+        if shell is None:
+            return traceback.format_exception(self)
+        # Ten frames of this package and of ``dataclasses.replace`` would stand between the user's lines and
+        # the message.
+        own = _keep_own_frames(self.__traceback__)
+        if own is None or shell.InteractiveTB.mode != "Context" or _has_own_context(self):
+            return list(shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__))
+        # The context, if any, is an error that this package handled.
+        suppresses_context = self.__suppress_context__
+        self.__suppress_context__ = True
+        try:
+            return list(shell.InteractiveTB.structured_traceback(type(self), self, own, tb_offset=0))
+        finally:
+            self.__suppress_context__ = suppresses_context
 
     @property
     def changes(self) -> dict[str, object]:
@@ -156,18 +171,35 @@ def _split_fields(field: str) -> list[str]:
     return [re.match(r"\w*", name.rpartition(".")[2])[0] for name in names]  # type: ignore[index]
 
 
-def _list_own_lines(trace: TracebackType | None) -> Iterator[str]:
-    """Yield the lines of the user's code that led to an error, outermost first."""
-    package = str(PurePath(__file__).parents[1])
-    for frame in traceback.extract_tb(trace):
-        path = PurePath(frame.filename)
-        if "IPython" in path.parts:  # It runs the cell.
-            continue
-        if frame.filename.startswith(package) or frame.filename in (dataclasses.__file__, "<string>"):
-            return
-        is_cell = path.parent.name.startswith("ipykernel_") or frame.filename.startswith("<ipython-input")
-        inside = "" if frame.name == "<module>" else f", in {frame.name}"
-        yield f"{'Cell' if is_cell else path.name}, line {frame.lineno}{inside}: {frame.line}"
+_HIDDEN_MODULES = ("shardscope", "shardscope_widgets", "dataclasses", "IPython")
+"""Packages whose frames are not shown to a user who passed an invalid value."""
+
+
+def _keep_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this package, IPython and code without a source."""
+    frames = []
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__"))
+        # ``%%time`` compiles the lines of its cell without their text; the cell's own frame shows them.
+        has_source = linecache.getline(
+            trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals
+        )
+        if name.partition(".")[0] not in _HIDDEN_MODULES and has_source:
+            frames.append(trace)
+        trace = trace.tb_next
+    own = None
+    for frame in reversed(frames):
+        own = TracebackType(own, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return own
+
+
+def _has_own_context(error: BaseException) -> bool:
+    """Return whether an error has a cause, or was raised while an error of the user's code was handled."""
+    while error.__cause__ is None and not error.__suppress_context__ and error.__context__ is not None:
+        error = error.__context__
+        if _keep_own_frames(error.__traceback__) is not None:
+            return True
+    return error.__cause__ is not None
 
 
 class OverridableError(FieldError):

@@ -8,7 +8,13 @@ from html import escape
 import ipywidgets as widgets
 import traitlets
 
-from shardscope.training.examples.formats import OPTIONAL_ROLES, ROLES, FormatName, list_text_columns
+from shardscope.training.examples.formats import (
+    OPTIONAL_ROLES,
+    ROLES,
+    FormatName,
+    list_text_columns,
+    suggest_header,
+)
 from shardscope_widgets.kit import controls
 
 TITLES: dict[FormatName, str] = {
@@ -77,7 +83,7 @@ class ColumnMenus(widgets.VBox):
         """Show the menus for these columns; nothing is applied yet.
 
         The column of conversations is chosen, or else the first ones of texts. ``first_row`` is the first
-        line of a file if it reads like a row.
+        line of a file if it may be a row.
         """
         self.hint.value = _warn_of_first_row(first_row, len(names)) if first_row else UNKNOWN_NAMES
         if tuple(names) != self._names:
@@ -130,11 +136,10 @@ class ColumnMenus(widgets.VBox):
 
 def _warn_of_first_row(line: str, num_columns: int) -> str:
     """Return why the first row of a file without names would be lost, and how to keep it."""
-    names = "text" if num_columns == 1 else "prompt,completion"
     return (
-        f"<span role='alert' class='ss-caution'>The first line of the file, <q>{escape(line)}</q>, reads "
-        "like a row. It is taken for the names of the columns and is not trained on. To keep it, add a line "
-        f"with names above it, such as <code>{names}</code>.</span> "
+        f"<span role='alert' class='ss-caution'>The first line of the file, <q>{escape(line)}</q>, may be a "
+        "row. It is taken for the names of the columns and is not trained on. If it is a row, add a line "
+        f"with names above it, such as <code>{suggest_header(num_columns)}</code>.</span> "
         "If these are names, say what the columns are."
     )
 

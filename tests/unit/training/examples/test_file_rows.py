@@ -447,3 +447,73 @@ def test_a_saved_dictionary_of_data_sets_is_refused_with_the_one_for_training(tm
     assert len(open_rows(FIELD, tmp_path / "saved" / "train")) == 1
     with pytest.raises(FieldError, match="train"):
         resolve_source(FIELD, splits)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("Who is Ahab?,A captain.", "Two and two,4", f"{'word ' * 20}end,Yes", "Call me Ishmael."),
+        # Names that read like a row.
+        *("How do you feel today?,Why?", "country,2020,2021"),
+        # Chinese and Japanese have no spaces.
+        *("亚哈是谁？,他是船长。", "エイハブは誰ですか？,船長", "好极了！"),
+    ],
+)
+def test_a_header_that_may_be_a_row_has_the_fixes_of_both(tmp_path: Path, header: str) -> None:
+    fix, (first, *others) = find_fix_of_columns(tmp_path, header), header.split(",")
+    roles = f'{{"prompt": "{first}", "completion": "{others[0]}"}}' if others else f'{{"text": "{first}"}}'
+    assert fix.startswith(f"columns={roles} if the first line of the file, '")
+    sample = ["text", "prompt,completion", "prompt,completion,..."][len(others)]
+    assert fix.endswith(
+        f"if it is a row, which is not trained on, a line with names, such as {sample}, above it."
+    )
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(
+            "Frage,Antwort",
+            "0,1",
+            "q1,a1",
+            "Why?,How?",
+            "Question text,Answer (no. 1)",
+            "id,0,1",
+            "问题,回答",
+        ),
+        # What ``DataFrame(rows).to_csv()`` writes: the column of the index has no name.
+        *(",0,1", "Unnamed: 0,0,1", ",How do you feel today?,Why?", ",country,2020,2021"),
+    ],
+)
+def test_a_header_of_names_has_no_fix_of_a_row(tmp_path: Path, header: str) -> None:
+    fix = find_fix_of_columns(tmp_path, header)
+    assert fix.startswith("columns=") and "first line" not in fix
+
+
+def test_fixes_of_headers_are_those_of_csv_files_and_short(tmp_path: Path) -> None:
+    import pandas
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"Who is Ahab?": "text", "A captain.": "text"}\n')
+    for source in (path, pandas.DataFrame({"Who is Ahab?": ["text"], "Two and two": ["4"], "4": ["text"]})):
+        with pytest.raises(FieldError) as error:
+            recognize_rows(source)
+        assert error.value.fix.startswith("columns=") and "first line" not in error.value.fix
+    # No survey has such a question.
+    fix = find_fix_of_columns(tmp_path, f"{'word ' * 60}end,Yes")
+    assert (
+        fix.startswith("a line with names, such as prompt,completion, above the first line")
+        and len(fix) < 250
+    )
+
+
+def find_fix_of_columns(folder: Path, header: str) -> str:
+    (folder / "rows.csv").write_text(f"{header}\n{','.join('text' for _ in header.split(','))}\n")
+    with pytest.raises(FieldError) as error:
+        recognize_rows(folder / "rows.csv")
+    return f"{error.value.fix}."
+
+
+def recognize_rows(source: object) -> None:
+    rows = open_rows(FIELD, source)
+    recognize_format(FIELD, rows.column_names, rows=rows)

@@ -16,9 +16,7 @@ from tests.weights_folders import write_chat_folder
 
 import shardscope as ss
 from shardscope.runs.launch.free_memory import TooLittleFreeError
-from shardscope.training.examples.file_rows import FileRows
 from shardscope.training.examples.formats import recognize_format
-from shardscope.training.examples.rows import ListRows
 from shardscope_widgets import FinetuneView
 from shardscope_widgets.data.column_menus import ColumnMenus
 from shardscope_widgets.finetune import finetune_view, run_and_chat
@@ -210,23 +208,6 @@ def test_a_csv_file_without_a_header_says_that_its_first_row_would_be_lost(files
     assert wait_until(lambda: view.task is not None and view.plan is not None, 60), view.headline.value
     assert view.form.preview_of_data.num_rows == NUM_ROWS and "ss-off" in menus._dom_classes
     view.close()
-
-
-def test_a_header_that_reads_like_a_row_is_named_in_the_error(tmp_path: Path) -> None:
-    def find_fix(header: str, suffix: str = ".csv") -> str:
-        file = tmp_path / f"rows{suffix}"
-        names = header.split(",")
-        rows = FileRows(ListRows([dict.fromkeys(names, "text")]), [file])
-        with pytest.raises(ValueError) as error:
-            recognize_format("Finetune.data", names, rows=rows)
-        return str(error.value).partition("Nearest fix: ")[2]
-
-    for header in ("Who is Ahab?,A captain.", "Two and two,4", f"{'word ' * 20}end,Yes"):
-        assert find_fix(header).startswith("a first line with names, such as prompt,completion"), header
-    assert find_fix("Call me Ishmael.").startswith("a first line with names, such as text")
-    for header in ("Frage,Antwort", "0,1", "q1,a1", "Why?,How?", "Question text,Answer (no. 1)"):
-        assert find_fix(header).startswith("columns="), header
-    assert find_fix("Who is Ahab?,A captain.", ".jsonl").startswith("columns="), "a key is a name"
 
 
 def test_menus_offer_one_column_besides_numbers_of_rows_as_the_text() -> None:

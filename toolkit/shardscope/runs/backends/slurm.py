@@ -105,8 +105,8 @@ class Slurm:
             refuse("Slurm.extra", self.extra, allowed, Value({"mem": "64G"}))
         for name, value in self.extra.items():
             if not isinstance(name, str) or not OPTION.fullmatch(name):
-                meant = str(name).strip().lstrip("-").partition("=")[0]
-                fix = repr(meant if OPTION.fullmatch(meant) else "mem")
+                stripped = str(name).strip().lstrip("-").partition("=")[0]
+                fix = repr(stripped if OPTION.fullmatch(stripped) else "mem")
                 refuse("Slurm.extra", name, "names of sbatch's long options, without dashes before", fix)
             option = name.replace("_", "-")
             if option in OWN_FIELDS:
@@ -144,10 +144,10 @@ def check_target(value: object) -> Slurm | Ray | None:
 
 
 def _refuse_target(value: object) -> NoReturn:
-    meant = {Slurm: "slurm", Ray: "ray"}.get(value) if isinstance(value, type) else None
+    kind = {Slurm: "slurm", Ray: "ray"}.get(value) if isinstance(value, type) else None
     if isinstance(value, str):
-        meant = find_similar(value, ["slurm", "ray"])
-    fix = f"ss.{meant.capitalize()}()" if meant is not None else Value(None)
+        kind = find_similar(value, ["slurm", "ray"])
+    fix = f"ss.{kind.capitalize()}()" if kind is not None else Value(None)
     refuse("launch.on", value, "None (this machine), an ss.Slurm or an ss.Ray", fix)
 
 

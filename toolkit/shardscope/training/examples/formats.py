@@ -73,9 +73,15 @@ ROLE_NAMES = {
 
 
 NUMBER = re.compile(r"[-+]?\d+([.,]\d+)*")
-SENTENCE_END = (".", "?", "!", "…", "。", "？", "！")
+SENTENCE_END = (".", "?", "!", "…")
+WIDE_SENTENCE_END = ("。", "？", "！")
+"""Ends of sentences in Chinese and Japanese, which have no spaces."""
+INDEX_NAME = "Unnamed: 0"
+"""pandas' name for a first column without one, such as the index that ``DataFrame.to_csv`` writes."""
 MAX_NAME_CHARACTERS = 60
 """Longest column name that no sentence is suspected in."""
+MAX_QUESTION_CHARACTERS = 200
+"""Longest question of a survey that is suspected as a column name."""
 
 
 class ExampleError(ValueError):
@@ -104,13 +110,15 @@ class UnknownColumnsError(FieldError):
         if wrapped is not None:
             fix = f'the rows alone, which are the list in "{wrapped}"'
         self.first_row = _find_first_row(column_names, rows)
-        """The first line of a CSV file if it reads like a row, not like column names; else empty."""
+        """The first line of a CSV file if it may be a row instead of column names; else empty."""
         if self.first_row:
-            names = "text" if len(column_names) == 1 else "prompt,completion"
-            fix = (
-                f"a first line with names, such as {names}: the one of the file, {self.first_row!r}, reads "
-                "like a row, which would not be trained on"
-            )
+            above = f"a line with names, such as {suggest_header(len(column_names))}, above"
+            first = f"the first line of the file, {self.first_row!r},"
+            is_text = any("\n" in name or len(name) > MAX_QUESTION_CHARACTERS for name in column_names)
+            if is_text:
+                fix = f"{above} {first} which reads like a row and would not be trained on"
+            else:
+                fix = f"{fix} if {first} has the names; if it is a row, which is not trained on, {above} it"
         super().__init__(
             field,
             f"data with the columns {', '.join(column_names)}",
@@ -214,26 +222,33 @@ def list_text_columns(column_names: Sequence[str]) -> list[str]:
     return names or list(column_names)
 
 
-def _find_first_row(column_names: Sequence[str], rows: IndexedRows) -> str:
-    """Return the header of a CSV file if it reads like a row; else an empty text.
+def suggest_header(num_columns: int) -> str:
+    """Return a sample of the first line that a CSV file without column names lacks."""
+    if num_columns == 1:
+        return "text"
+    return "prompt,completion" if num_columns == 2 else "prompt,completion,..."
 
-    One of its names is a sentence, or a number among texts.
+
+def _find_first_row(column_names: Sequence[str], rows: IndexedRows) -> str:
+    """Return the header of a CSV file if it may be a row; else an empty text.
+
+    One of its names is a sentence, which a survey's question is too, or a number among texts.
     """
     files = getattr(rows, "files", ())
-    if not files or files[0].suffix.lower() not in DELIMITERS:
+    if not files or files[0].suffix.lower() not in DELIMITERS or column_names[0] == INDEX_NAME:
         return ""
     names = [name.strip() for name in column_names]
-    are_numbers = [bool(NUMBER.fullmatch(name)) for name in names]
-    is_row = any(
-        len(name) > MAX_NAME_CHARACTERS or "\n" in name or (" " in name and name.endswith(SENTENCE_END))
-        for name in names
-    )
-    # Numbers alone are the names of pandas' columns that have none.
-    is_row = is_row or (any(are_numbers) and not all(are_numbers))
-    line = ",".join(names)
-    if not is_row:
+    # Numbers alone are the names of pandas' columns that have none. A column of row numbers may be first.
+    are_numbers = [bool(NUMBER.fullmatch(name)) for name in list_text_columns(names)]
+    if not any(map(_is_sentence, names)) and (all(are_numbers) or not any(are_numbers)):
         return ""
+    line = ",".join(names)
     return line if len(line) <= MAX_NAME_CHARACTERS else f"{line[: MAX_NAME_CHARACTERS - 1]}…"
+
+
+def _is_sentence(name: str) -> bool:
+    is_long = len(name) > MAX_NAME_CHARACTERS or "\n" in name
+    return is_long or name.endswith(WIDE_SENTENCE_END) or (" " in name and name.endswith(SENTENCE_END))
 
 
 def _read_first(rows: IndexedRows) -> Mapping[str, object]:

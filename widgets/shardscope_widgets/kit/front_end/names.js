@@ -13,8 +13,8 @@ function describeInput(input) {
     setAttribute(input, "aria-label", isSaid ? input.title : `${seen}: ${input.title}`);
   }
   // Where a row has several inputs, the wrong one is marked.
-  const isMeant = !row?.querySelector(".ss-wrong") || Boolean(input.closest(".ss-wrong"));
-  const error = isMeant ? row?.querySelector(":scope > .ss-error [role=alert]") : null;
+  const ownsRowError = !row?.querySelector(".ss-wrong") || Boolean(input.closest(".ss-wrong"));
+  const error = ownsRowError ? row?.querySelector(":scope > .ss-error [role=alert]") : null;
   setAttribute(input, "aria-invalid", error ? "true" : null);
   // Beside its name: what is wrong is also said to whoever comes back to the input.
   setAttribute(input, "aria-description", error ? error.textContent : null);
