@@ -197,6 +197,8 @@ class Family:
     """Whether LayerNorm adds 1 to its weight; it casts its input itself under CUDA's autocast only."""
     has_dropout_modules: bool = False
     """Whether dropout modules follow attention and the feed-forward."""
+    has_embedding_dropout: bool = False
+    """Whether a dropout module follows the embedding."""
     is_zero3_leaf: bool = False
     """Whether ZeRO-3 all-gathers the module of all experts at once (``DEFAULT_LEAF_MODULE_CLASSES``)."""
     registers_router_last: bool = False

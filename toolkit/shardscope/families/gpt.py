@@ -97,6 +97,7 @@ GPT2 = Family(
     ),
     projections="conv1d",
     has_dropout_modules=True,
+    has_embedding_dropout=True,
 )
 
 GPT_NEOX = Family(
@@ -124,6 +125,7 @@ GPT_NEOX = Family(
     # GPTNeoXAttention.forward splits query_key_value's output by ``chunk``, which returns views.
     values_are_views=True,
     has_dropout_modules=True,
+    has_embedding_dropout=True,
 )
 
 GPT_OSS = Family(

@@ -54,6 +54,7 @@ PHI = Family(
     has_head_bias=True,
     concatenates_query=True,
     has_dropout_modules=True,
+    has_embedding_dropout=True,
 )
 
 PHI3 = Family(

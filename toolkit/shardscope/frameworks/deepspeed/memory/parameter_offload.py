@@ -163,7 +163,7 @@ def _module_call_builder(
                 saved_views,
                 has_backward,
                 is_feed_forward,
-                has_vector_pairs=has_biases_last(arch, params),
+                has_vector_pairs=has_vector_pair(arch, params),
             )
         output_size, input_size = linears[name].pop(0)
         reaches_input = has_backward and not (is_first and name in inputs)
@@ -175,8 +175,8 @@ def _module_call_builder(
     return build_call
 
 
-def has_biases_last(arch: Architecture, params: tuple[int, ...]) -> bool:
-    """Return whether the bias among ``params`` of one module gets its gradient after the weight.
+def has_vector_pair(arch: Architecture, params: tuple[int, ...]) -> bool:
+    """Return whether ``params`` of one module are a weight and a bias whose gradient comes after the weight's.
 
     DeepSpeed replaces ``torch.nn.functional.linear`` (``LinearFunctionForZeroStage3``), and so the weight's
     gradient comes first; GPT-2's Conv1D and Falcon's own matmul add their biases last, and in backward first.
@@ -369,15 +369,18 @@ class ModuleTrace:
         kinds = [False] * model.dense_layers + [True] * model.moe_layers
         layer_calls = [build_layer_call(arch, adapters, moe, not index) for index, moe in enumerate(kinds)]
         input_calls = [ModuleCall((size,), (), trained, has_backward=trained) for size in model.embeddings]
-        # The rotary embedding.
-        input_calls.append(NO_PARAMS._replace(has_backward=False))
+        if find_family(arch).has_embedding_dropout:
+            input_calls.append(NO_PARAMS._replace(has_backward=trained))
+        if arch.position_embedding == "rope":
+            # The rotary embedding.
+            input_calls.append(NO_PARAMS._replace(has_backward=False))
         output_calls = [
             ModuleCall(model.final_norm, (), trained),
             ModuleCall(
                 model.head or (_TIED,),
                 (),
                 trained,
-                has_vector_pairs=has_biases_last(model.architecture, model.head),
+                has_vector_pairs=has_vector_pair(model.architecture, model.head),
             ),
         ]
         # The model and its base model; peft adds two.
