@@ -176,7 +176,7 @@ def _module_call_builder(
 
 
 def has_vector_pair(arch: Architecture, params: tuple[int, ...]) -> bool:
-    """Return whether ``params`` of one module are a weight and a bias whose gradient comes after the weight's.
+    """Return whether ``params`` of one module are a weight and a bias, whose gradient comes last.
 
     DeepSpeed replaces ``torch.nn.functional.linear`` (``LinearFunctionForZeroStage3``), and so the weight's
     gradient comes first; GPT-2's Conv1D and Falcon's own matmul add their biases last, and in backward first.

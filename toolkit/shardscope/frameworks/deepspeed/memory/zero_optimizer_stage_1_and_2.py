@@ -370,8 +370,8 @@ class _BackwardReduction:
                 phase, tied_gradient = phase._replace(staging=phase.staging + size), 0
             if not number and remaining > 1:
                 at_logits = max(at_logits or phase, phase, key=_get_total)
-            # A gradient that does not fit reduces the bucket first. It exists by then, or is a part of the one
-            # of earlier micro-batches.
+            # A gradient that does not fit reduces the bucket first. It exists by then, or is part of that of
+            # earlier micro-batches.
             if self._bucket and self._bucket_elements + size > self._options.bucket_size:
                 new = tied_gradient + size * (self._earlier_gradients == 0)
                 phase = max(phase, *self._reduce_bucket(new), key=_get_total)
