@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.requirements import examples, needs
 
 import shardscope as ss
+from shardscope.frameworks.deepspeed.files import read
 
 needs("accelerate")  # which brings PyYAML
 
@@ -144,6 +145,44 @@ def test_reads_deepspeed_options_of_an_accelerate_config(tmp_path: Path) -> None
     assert plan.layout == ss.Layout.zero(2, offload_optimizer="cpu")
     assert plan.num_micro_batches == 4
     assert plan.recipe.precision == "fp16-mixed"
+
+
+def test_accelerate_asks_for_the_offload_of_parameters_in_stage_2_too(tmp_path: Path) -> None:
+    """``accelerate config`` does (commands/config/cluster.py); DeepSpeed ignores it below stage 3."""
+    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n"
+    text += "  offload_optimizer_device: cpu\n  offload_param_device: cpu\n  gradient_clipping: auto\n"
+    with pytest.warns(UserWarning) as caught:
+        assert from_fsdp(tmp_path, text).layout == ss.Layout.zero(2, offload_optimizer="cpu")
+    (warning,) = caught
+    assert str(warning.message).endswith("not in the plan: deepspeed_config.offload_param_device (line 6)")
+    assert warning.filename == __file__
+    stage_3 = from_fsdp(tmp_path, text.replace("zero_stage: 2", "zero_stage: 3"))
+    assert stage_3.layout.offload_params == "cpu"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fix"),
+    [
+        ("MULTI_XPU", "'MULTI_GPU'"),
+        ("multi-gpu", "'MULTI_GPU'"),
+        ("fsdp", "'FSDP'"),
+        ("MEGATRON_LM", "ss.Plan.from_megatron with the arguments of Megatron-LM"),
+    ],
+)
+def test_other_distributed_types_raise_with_the_type_that_is_meant(
+    kind: str, fix: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"line 1, distributed_type is '{kind}'.*Nearest fix: {fix}\.$"):
+        from_fsdp(tmp_path, f"distributed_type: {kind}\n")
+
+
+def test_values_of_accelerates_files_that_change_nothing_are_not_warned_of(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_fsdp(tmp_path, FSDP.replace("'no'", "no") + "main_process_port: null\n")
+    with pytest.warns(UserWarning, match="same_network") as caught:
+        from_fsdp(tmp_path, FSDP.replace("same_network: true", "same_network: false"))
+    assert caught[0].filename == __file__
 
 
 def test_gradient_accumulation_steps_may_be_auto(tmp_path: Path) -> None:
@@ -317,6 +356,92 @@ def test_deepspeed_batch_sizes_follow_from_each_other(
 ) -> None:
     plan = from_zero(tmp_path, {**batches, "zero_optimization": {"stage": 1}})
     assert (plan.recipe.micro_batch_size, plan.recipe.global_batch_size) == (micro, total)
+
+
+COMMENTED = """\
+{ # DeepSpeed reads Hjson
+  "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu",},}, // "stage": 2 }
+  /* "fp16": {"enabled": true},
+  */ "bf16": {"enabled": true},
+  "wandb": {"enabled": true, "team": "https://a#b, ]"},
+}
+"""
+
+
+def test_reads_comments_and_trailing_commas_as_deepspeed_does(tmp_path: Path) -> None:
+    """Accelerate opens the same file as strict JSON, and stops."""
+    with pytest.warns(UserWarning) as caught:
+        plan = from_zero(tmp_path, COMMENTED)
+    assert plan.layout == ss.Layout.zero(3, offload_optimizer="cpu")
+    assert plan.recipe.precision == "bf16-mixed"
+    messages = [str(warning.message) for warning in caught]
+    assert messages[0].startswith(
+        "zero.json has comments or trailing commas: deepspeed.initialize reads them"
+    )
+    assert messages[1].endswith("not in the plan: wandb (line 5)")
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: zero.json\n"
+    with pytest.raises(ValueError, match=r"zero.json, line 1, column 3: Expecting property name"):
+        from_fsdp(tmp_path, text)
+
+
+def test_reads_keys_that_serve_as_comments(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        values = {"_comment": "ours", "//": "note", "zero_optimization": {"stage": 2}}
+        assert from_zero(tmp_path, values).layout == ss.Layout.zero(2)
+
+
+def test_keys_without_stage3_are_the_same_as_with_it(tmp_path: Path) -> None:
+    """As in Axolotl's files; DeepSpeed rejects a file with both."""
+    numbers = {"max_live_parameters": 0, "max_reuse_distance": 7, "prefetch_bucket_size": 8}
+    section = {"stage": 3, **numbers, "param_persistence_threshold": "auto"}
+    layout = from_zero(tmp_path, {"zero_optimization": section}).layout
+    options = {f"stage3_{name}": number for name, number in numbers.items()}
+    assert layout == ss.Layout.zero(3, **options, stage3_param_persistence_threshold=10 * LLAMA.hidden_size)
+    with pytest.warns(UserWarning, match=r"plan: zero_optimization.stage3_gather_16bit\w+ \(line 4\)$"):
+        from_zero(tmp_path, {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}})
+    with pytest.raises(ValueError, match=r"line 4, zero_optimization.max_live_parameters: this key"):
+        section = {"stage3_max_live_parameters": 0, "max_live_parameters": 0}
+        from_zero(tmp_path, {"zero_optimization": section})
+
+
+def test_names_only_the_unread_options_that_differ_from_defaults(tmp_path: Path) -> None:
+    """A warning of twelve keys that most files repeat hid the one that halves the optimizer's memory."""
+    values: dict[str, Any] = {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
+        "bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True},
+        "zero_optimization": {"stage": 2, "reduce_scatter": True, "allgather_partitions": True},
+        "gradient_clipping": "auto",
+        "wall_clock_breakdown": False,
+    }
+    with pytest.warns(UserWarning) as caught:
+        from_zero(tmp_path, values)
+    unread = "zero.json: not understood, and so not in the plan: bf16.bf16_master_weights_and_grads (line 10)"
+    assert [str(warning.message) for warning in caught] == [unread]
+    with pytest.warns(UserWarning, match=r"plan: fp16.loss_scale \(line 4\)"):
+        from_zero(tmp_path, {"fp16": {"enabled": True, "loss_scale": 128}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_zero(tmp_path, {"fp16": {"enabled": False, "loss_scale": 128}})
+
+
+def test_short_names_and_defaults_are_those_of_deepspeed() -> None:
+    needs("deepspeed")
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    aliases = {name: field.alias for name, field in fields.items() if field.alias is not None}
+    assert aliases == {name.removeprefix("stage3_"): name for name in read.SHORT_NAMES}
+    for keys, model in (
+        (("zero_optimization",), DeepSpeedZeroConfig),
+        (("zero_optimization", "offload_optimizer"), DeepSpeedZeroOffloadOptimizerConfig),
+        (("fp16",), DeepSpeedFP16Config),
+        (("bf16",), DeepSpeedBF16Config),
+    ):
+        defaults = model().model_dump(by_alias=True)
+        assert read.DEFAULTS[keys] == {name: defaults[name] for name in read.DEFAULTS[keys]}
 
 
 def test_missing_options_have_deepspeed_defaults(tmp_path: Path) -> None:
@@ -516,7 +641,8 @@ def test_fault_35_invalid_accelerate_configs_raise_with_line_and_key(
             '{\n  "train_batch_size": 8,\n  "train_batch_size": 8\n}',
             r"line 3, train_batch_size: duplicate key",
         ),
-        ('{\n  "train_batch_size": 8,\n}', r"line 3, column 1|line 2, column"),
+        ('{\n  "train_batch_size": 8,,\n}', r"line 3, column 1"),
+        ('{\n  "train_batch_size": 8 # comment "\n  "bf16": {}\n}', r"line 3, column 3"),
         ('{\n  "train_batch_size": 7\n}', r"line 2, train_batch_size is 7"),
         ('{\n  "bf16": {"enabled": true},\n  "fp16": {"enabled": true}\n}', r"line 2, bf16.enabled"),
         ('{\n  "optimizer": {"type": "OneBitAdam"}\n}', r"line 2, optimizer.type is 'OneBitAdam'"),

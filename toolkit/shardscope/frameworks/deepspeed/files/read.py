@@ -110,11 +110,44 @@ BF16_NOT_IN_PLAN = (
     "bf16_optimizer_states",
 )  # fmt: skip
 """Keys of ``fp16`` and ``bf16`` (runtime/precision_config.py) that are in no plan."""
+SHORT_NAMES = tuple(
+    f"stage3_{name}"
+    for name in (
+        *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+        *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+        *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+    )
+)
+"""Keys of ``zero_optimization`` that DeepSpeed reads without ``stage3_`` too: aliases of its fields."""
+DEFAULTS: Mapping[KeyPath, Mapping[str, object]] = {
+    (): {
+        # Every run of a plan clips to this norm, so a file with it loses nothing; "auto" is the Trainer's.
+        "gradient_clipping": (CLIPPED_TO, "auto"),
+        "steps_per_print": 10, "wall_clock_breakdown": False, "memory_breakdown": False, "dump_state": False,
+        "prescale_gradients": False, "gradient_predivide_factor": 1.0, "disable_allgather": False,
+        "sparse_gradients": False, "dataloader_drop_last": False,
+    },
+    (ZERO,): {
+        "reduce_scatter": True, "allgather_partitions": True, "round_robin_gradients": False,
+        "stage3_gather_16bit_weights_on_model_save": False, "ignore_unused_parameters": True,
+        "load_from_fp32_weights": True, "elastic_checkpoint": False, "legacy_stage1": False,
+        "stage3_gather_fp16_weights_on_model_save": False, "memory_efficient_linear": True,
+    },
+    (ZERO, "offload_optimizer"): {
+        "pipeline_read": False, "pipeline_write": False, "fast_init": False, "ratio": 1.0,
+    },
+    ("fp16",): {
+        "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
+        "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1,
+    },
+    ("bf16",): {"immediate_grad_update": False, "check_grad_overflow": True},
+}  # fmt: skip
+"""Keys of a section -> values of keys that are in no plan, with which a file loses nothing: DeepSpeed's
+defaults, which most files repeat."""
 EXPORTED_RECIPE = ("recipe", "not_said_here")
 """Keys of the recipe fields in our own exports; the second one is that of older exports."""
-SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, object] | tuple[str, ...]], ...] = (
-    # Every run of a plan clips to this norm, so a file with it loses nothing.
-    ((), TOP_LEVEL, {**dict.fromkeys(TOP_LEVEL_NOT_IN_PLAN), "gradient_clipping": CLIPPED_TO}),
+SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], tuple[str, ...]], ...] = (
+    ((), TOP_LEVEL, TOP_LEVEL_NOT_IN_PLAN),
     (
         (ZERO,),
         tuple(
@@ -141,8 +174,7 @@ SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, object] | tuple[str
     (("fp16",), ("enabled",), FP16_NOT_IN_PLAN),
     (("bf16",), ("enabled",), BF16_NOT_IN_PLAN),
 )
-"""(keys of a section, its keys that become part of a plan, its other keys); the latter with their value, if a
-file with this value loses nothing."""
+"""(keys of a section, its keys that become part of a plan, its other keys)."""
 
 
 def read_plan(
@@ -150,12 +182,24 @@ def read_plan(
     architecture: Architecture | None = None,
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
+    *,
+    allow_comments: bool = True,
 ) -> Plan:
-    """Return the plan of a file: see :meth:`shardscope.core.plan.Plan.from_deepspeed`."""
-    document = read_json(file)
+    """Return the plan of a file: see :meth:`shardscope.core.plan.Plan.from_deepspeed`.
+
+    DeepSpeed reads Hjson: JSON that may have comments and trailing commas (runtime/config.py).
+    """
+    document = read_json(file, allow_comments=allow_comments)
+    _write_out_short_names(document)
     # Unknown and removed keys first: a misspelt key would otherwise be a default without notice.
     for keys, planned, not_in_plan in SECTIONS:
-        document.check_keys(keys, planned, not_in_plan)
+        # JSON has no comments, so users write keys for them, and DeepSpeed ignores unknown top-level keys.
+        notes = [key for key in document.values if key.startswith(("_", "//"))] if not keys else []
+        # A disabled precision has no effect, whatever its other options are.
+        is_off = keys in (("fp16",), ("bf16",)) and document.read_section(*keys).get("enabled") is False
+        silent = [*notes, *(not_in_plan if is_off else ())]
+        defaults = {**dict.fromkeys(not_in_plan), **DEFAULTS.get(keys, {})}
+        document.check_keys(keys, [*planned, *silent], defaults)
     for name, why in REMOVED.items():
         if document.get(ZERO, name) is not None:
             document.refuse((ZERO, name), why, "leave it out")
@@ -178,6 +222,18 @@ def read_plan(
         {**recipe_fields, **layout_fields},
         lambda: replace_fields(start, layout_values),
     )
+
+
+def _write_out_short_names(document: Document) -> None:
+    """Add ``stage3_`` to keys without it. A key with both names is left: DeepSpeed rejects it too."""
+    section = document.values.get(ZERO)
+    if not isinstance(section, dict):
+        return
+    for name in SHORT_NAMES:
+        short = name.removeprefix("stage3_")
+        if short in section and name not in section:
+            section[name] = section.pop(short)
+            document.lines[(ZERO, name)] = document.lines.pop((ZERO, short))
 
 
 def _count_model_parallel(layout: ZeroLayout, values: Mapping[str, object]) -> int:
@@ -236,7 +292,7 @@ def _read_layout_value(document: Document, parts: PlanParts, field: str, keys: K
         return _read_offload_device(document, keys)
     if document.get(*keys) == "auto":
         return _resolve_auto_size(document, parts, field, keys)
-    return document.read_number(*keys, low=0, high=MAX_ELEMENTS)
+    return document.read_number(*keys, low=0, high=3 if field == "stage" else MAX_ELEMENTS)
 
 
 def _read_offload_device(document: Document, keys: KeyPath) -> str | None:
