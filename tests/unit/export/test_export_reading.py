@@ -509,6 +509,33 @@ def test_every_layer_has_experts_by_megatrons_default(frequency: str, is_read: b
         from_megatron(tmp_path, text, architecture=mixtral)
 
 
+def test_reads_a_whole_command_of_megatron(tmp_path: Path) -> None:
+    """A pasted command was taken for the name of a file."""
+    expected = from_megatron(tmp_path, MEGATRON.replace("--lr 3e-4", "")).layout
+    arguments = (
+        re.sub("#.*|--lr 3e-4", "", MEGATRON).replace("\\\n", " ").replace("\n", " \\\n  ").rstrip(" \\\n")
+    )
+    command = f"torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py \\\n  {arguments}"
+    given: dict[str, Any] = {"cluster": EIGHT, "architecture": LLAMA}
+    assert ss.Plan.from_megatron(command, **given).layout == expected
+    assert ss.Plan.from_megatron(command.replace("\\\n", "").split(), **given).layout == expected
+    with pytest.raises(ValueError, match="the arguments: No closing quotation"):
+        ss.Plan.from_megatron(f"{command} --data-path 'a b", **given)
+    with pytest.raises(
+        ValueError, match=r"line 1, 'export': this is not a flag.*Nearest fix: the arguments alone"
+    ):
+        from_megatron(tmp_path, f"export CUDA_DEVICE_MAX_CONNECTIONS=1\n{MEGATRON}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"), [("global_batch_size", "global-batch-size"), ("seq-len", "seq-length")]
+)
+def test_misspelled_megatron_flags_are_not_defaults(flag: str, meant: str, tmp_path: Path) -> None:
+    text = MEGATRON.replace(f"--{meant}", f"--{flag}")
+    with pytest.raises(ValueError, match=rf"--{flag}: this flag is '{flag}'.*Nearest fix: --{meant}\.$"):
+        from_megatron(tmp_path, text)
+
+
 def test_reads_arguments_of_megatron_scripts(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"not understood.*--lr \(line 22\)"):
         plan = from_megatron(tmp_path)
