@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.requirements import examples, needs
 
 import shardscope as ss
-from shardscope.frameworks.deepspeed.files import read
+from shardscope.frameworks.deepspeed.files import config_keys
 
 needs("accelerate")  # which brings PyYAML
 
@@ -417,12 +417,32 @@ def test_names_only_the_unread_options_that_differ_from_defaults(tmp_path: Path)
     with pytest.warns(UserWarning) as caught:
         from_zero(tmp_path, values)
     unread = "zero.json: not understood, and so not in the plan: bf16.bf16_master_weights_and_grads (line 10)"
-    assert [str(warning.message) for warning in caught] == [unread]
+    effect = "Predictions are without bf16_master_weights_and_grads, which can change memory or step time"
+    assert [str(warning.message) for warning in caught] == [f"{unread}. {effect}"]
     with pytest.warns(UserWarning, match=r"plan: fp16.loss_scale \(line 4\)"):
         from_zero(tmp_path, {"fp16": {"enabled": True, "loss_scale": 128}})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         from_zero(tmp_path, {"fp16": {"enabled": False, "loss_scale": 128}})
+
+
+def test_unread_options_that_change_memory_or_time_are_named(tmp_path: Path) -> None:
+    effect = "Predictions are without {}, which can change memory or step time$"
+    with pytest.warns(UserWarning, match=r"--lr \(line 22\), .*" + effect.format("mtp-num-layers")):
+        from_megatron(tmp_path, MEGATRON + "--mtp-num-layers 1 --transformer-impl transformer_engine")
+    text = FSDP.replace("fsdp_version: 2", "fsdp_version: 2\n  fsdp_activation_checkpointing_offload: true")
+    with pytest.warns(UserWarning, match=effect.format("fsdp_activation_checkpointing_offload")):
+        from_fsdp(tmp_path, text)
+
+
+def test_every_costly_key_is_a_key_that_is_in_no_plan() -> None:
+    from shardscope.frameworks.accelerate import read as accelerate
+    from shardscope.frameworks.megatron.files import read as megatron
+
+    assert {name for _, _, unread in config_keys.SECTIONS for name in unread} >= config_keys.COSTLY_KEYS
+    others = {*accelerate.OTHER_TOP_LEVEL, *accelerate.OTHER_FSDP, *accelerate.OTHER_PARALLEL}
+    assert {*others, *accelerate.SECTIONS} >= accelerate.COSTLY_KEYS
+    assert not megatron.COSTLY & set(megatron.READ)
 
 
 def test_short_names_and_defaults_are_those_of_deepspeed() -> None:
@@ -433,7 +453,7 @@ def test_short_names_and_defaults_are_those_of_deepspeed() -> None:
 
     fields = DeepSpeedZeroConfig.model_fields
     aliases = {name: field.alias for name, field in fields.items() if field.alias is not None}
-    assert aliases == {name.removeprefix("stage3_"): name for name in read.SHORT_NAMES}
+    assert aliases == {name.removeprefix("stage3_"): name for name in config_keys.SHORT_NAMES}
     for keys, model in (
         (("zero_optimization",), DeepSpeedZeroConfig),
         (("zero_optimization", "offload_optimizer"), DeepSpeedZeroOffloadOptimizerConfig),
@@ -441,7 +461,7 @@ def test_short_names_and_defaults_are_those_of_deepspeed() -> None:
         (("bf16",), DeepSpeedBF16Config),
     ):
         defaults = model().model_dump(by_alias=True)
-        assert read.DEFAULTS[keys] == {name: defaults[name] for name in read.DEFAULTS[keys]}
+        assert config_keys.DEFAULTS[keys] == {name: defaults[name] for name in config_keys.DEFAULTS[keys]}
 
 
 def test_missing_options_have_deepspeed_defaults(tmp_path: Path) -> None:

@@ -105,6 +105,19 @@ OTHER_PARALLEL: Mapping[str, object] = {
     "parallelism_config_sp_seq_length_is_variable": True,
     "parallelism_config_sp_attn_implementation": None,
 }
+COSTLY_KEYS = frozenset(
+    {
+        *(
+            "parallelism_config",
+            "parallelism_config_sp_size",
+            "fp8_config",
+            "dynamo_config",
+            "megatron_lm_config",
+        ),
+        *("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules"),
+    }
+)
+"""Keys that are in no plan, but change memory or step time."""
 STRATEGIES = {
     "FULL_SHARD": "fsdp_version: 2 with fsdp_reshard_after_forward: true",
     "SHARD_GRAD_OP": "fsdp_version: 2 with fsdp_reshard_after_forward: false",
@@ -148,6 +161,7 @@ def read(
     """Read a plan; see :meth:`shardscope.core.plan.Plan.from_accelerate`."""
     # ``accelerate launch`` reads both formats. An unknown key is an error: if misspelled, it has no effect.
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
+    document.costly_keys = COSTLY_KEYS
     read_sections = READ_SECTIONS.get(str(document.get("distributed_type")), ())
     unread_sections: Mapping[str, object] = {name: {} for name in SECTIONS if name not in read_sections}
     # Without it, and without a key that may be a misspelled one, this is another tool's file.

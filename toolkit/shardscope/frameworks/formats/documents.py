@@ -26,7 +26,10 @@ MAX_BYTES = 1_000_000
 class Document(TextPositions):
     """Content of one file. Every ``ValueError`` names the file, the line and the key."""
 
-    _unread: list[str] = field(default_factory=list)
+    costly_keys: frozenset[str] = frozenset()
+    """Names of keys that are in no plan although they change memory or step time."""
+    _unread: list[tuple[str, str]] = field(default_factory=list)
+    """(name of a key, its description) for each key that a plan cannot represent."""
 
     def read_section(self, *keys: str) -> Mapping[str, object]:
         """Return the mapping at ``keys``, empty if missing or null. Raises ``ValueError`` otherwise."""
@@ -88,11 +91,15 @@ class Document(TextPositions):
 
     def add_unread_key(self, keys: KeyPath) -> None:
         """Add a key that the other tool accepts and a plan cannot represent."""
-        self._unread.append(f"{'.'.join(keys)} (line {self.lines.get(keys)})")
+        self._unread.append((keys[-1], f"{'.'.join(keys)} (line {self.lines.get(keys)})"))
 
     def list_unread_keys(self) -> tuple[str, ...]:
         """Return the file's valid keys that a plan cannot represent."""
-        return tuple(self._unread)
+        return tuple(description for _, description in self._unread)
+
+    def list_costly_keys(self) -> tuple[str, ...]:
+        """Return the names of those that change memory or step time."""
+        return tuple(name for name, _ in self._unread if name in self.costly_keys)
 
 
 def _is_default(value: object, default: object) -> bool:

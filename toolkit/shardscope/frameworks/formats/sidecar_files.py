@@ -133,6 +133,8 @@ def warn_of_unread_keys(document: Document) -> None:
     unread = document.list_unread_keys()
     if unread:
         message = f"{document.name}: not understood, and so not in the plan: {', '.join(unread)}"
+        if costly := document.list_costly_keys():
+            message += f". Predictions are without {', '.join(costly)}, which can change memory or step time"
         warn_user(message, UserWarning)
 
 

@@ -93,6 +93,21 @@ READ = (
     "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations",
     "moe-expert-capacity-factor", "use-flash-attn",
 )  # fmt: skip
+COSTLY = frozenset({
+    *("mtp-num-layers", "recompute-modules", "moe-layer-recompute", "fine-grained-activation-offloading"),
+    *("distribute-saved-activations", "main-grads-dtype", "main-params-dtype", "transformer-impl"),
+    *("num-distributed-optimizer-instances", "rampup-batch-size", "fp8-param-gather", "fp8-recipe"),
+    *("no-gradient-accumulation-fusion", "attention-softmax-in-fp32", "no-rope-fusion", "squared-relu"),
+    *("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-masked-softmax-fusion", "cuda-graph-impl"),
+    *("enable-cuda-graph",),
+    *("external-cuda-graph", "delay-wgrad-compute", "defer-embedding-wgrad-compute", "hybrid-layer-pattern"),
+    *("overlap-moe-expert-parallel-comm", "experimental-attention-variant", "moe-shared-expert-overlap"),
+    *("moe-pad-expert-input-to-capacity", "cp-comm-type", "hierarchical-context-parallel-sizes"),
+    *("use-legacy-models", "first-last-layers-bf16", "use-packed-sequence"),
+})  # fmt: skip
+"""Flags that are in no plan, but change memory or step time."""
+UNREAD_DEFAULTS = {"transformer-impl": "transformer_engine", "recompute-modules": "core_attn"}
+"""Unread flags -> Megatron-LM's default, with which a file loses nothing."""
 ALONE = frozenset({
     *SWITCHES.values(), "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
     "qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention",
@@ -206,7 +221,7 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
     """Group (line, argument) pairs by flag. Line 0: the arguments come from no file."""
     values: dict[str, object] = {}
     lines: dict[KeyPath, int] = {}
-    unread: list[str] = []
+    unread: list[tuple[str, str]] = []
     index = 0
     while index < len(arguments):
         line, argument = arguments[index]
@@ -238,8 +253,9 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
             near = near or [name for name in READ if _is_abbreviation(flag, name)]
             if near:
                 refuse(f"{where}, --{flag}: this flag", flag, f"--{near[0]} and others", f"--{near[0]}")
-            unread.append(f"--{flag}" + (f" (line {line})" if line else ""))
-    return Document(name=name, values=values, lines=lines, _unread=unread)
+            if " ".join(flag_arguments) != UNREAD_DEFAULTS.get(flag):
+                unread.append((flag, f"--{flag}" + (f" (line {line})" if line else "")))
+    return Document(name=name, values=values, lines=lines, costly_keys=COSTLY, _unread=unread)
 
 
 def _is_abbreviation(flag: str, name: str) -> bool:
