@@ -176,6 +176,16 @@ def test_other_distributed_types_raise_with_the_type_that_is_meant(
         from_fsdp(tmp_path, f"distributed_type: {kind}\n")
 
 
+def test_reads_the_example_of_ulysses_of_trl(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
+    text += (
+        "  seq_parallel_communication_data_type: bf16\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
+    )
+    effect = r"Predictions are without parallelism_config, which can change memory or step time$"
+    with pytest.warns(UserWarning, match=rf"seq_parallel\w+ \(line 5\)\. {effect}"):
+        assert from_fsdp(tmp_path, text).layout == ss.Layout.zero(3)
+
+
 def test_values_of_accelerates_files_that_change_nothing_are_not_warned_of(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -545,6 +555,28 @@ def test_reads_a_whole_command_of_megatron(tmp_path: Path) -> None:
         ValueError, match=r"line 1, 'export': this is not a flag.*Nearest fix: the arguments alone"
     ):
         from_megatron(tmp_path, f"export CUDA_DEVICE_MAX_CONNECTIONS=1\n{MEGATRON}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("--num-query-groups 8", "--num-query-groups 4"),
+        ("--ffn-hidden-size 14336", "--ffn-hidden-size 11008"),
+        ("--vocab-size 128256", "--vocab-size 32000"),
+        ("--lr 3e-4", "--kv-channels 64"),
+    ],
+)
+def test_megatron_flags_that_contradict_the_architecture_raise(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    """The plan had the architecture's numbers, and the flag was lost without a word."""
+    flag = after.split()[0].removeprefix("--")
+    with pytest.raises(ValueError, match=rf"line \d+, {flag} is \d+; allowed: \d+, as llama-3.1-8b has"):
+        from_megatron(tmp_path, MEGATRON.replace(before, after), architecture=LLAMA)
+    tokenizer = MEGATRON.replace("--lr 3e-4", "").replace("128256", "128000").replace("131072", "8192")
+    assert from_megatron(tmp_path, tokenizer, architecture=LLAMA).architecture is LLAMA
+    with pytest.raises(ValueError, match=r"group-query-attention is None.*fix: --group-query-attention\.$"):
+        from_megatron(tmp_path, MEGATRON.replace("--group-query-attention\n", ""), architecture=LLAMA)
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ OTHER_DEEPSPEED: Mapping[str, object] = {
     "gradient_clipping": (CLIPPED_TO, "auto"),
     "zero3_save_16bit_model": None,
     "deepspeed_moe_layer_cls_names": None,
+    # accelerate takes any key here; TRL's example of Ulysses has DeepSpeed's own.
+    "seq_parallel_communication_data_type": None,
     "deepspeed_hostfile": None,
     "deepspeed_exclusion_filter": None,
     "deepspeed_inclusion_filter": None,

@@ -64,15 +64,19 @@ def read_architecture(document: Document, parts: PlanParts, flag_values: FileFie
         value, planned_value = document.get(flag), shape.get(flag, _MISSING)
         if flag == "moe-layer-freq" and planned_value is not _MISSING:
             value = _expand_layer_freq(value, parts.architecture)
+        if flag == "num-query-groups" and not document.get("group-query-attention"):
+            continue  # Megatron-LM ignores it then.
         if value is None and (planned_value is _MISSING or flag in _OPTIONAL_FLAGS):
             continue
         # An export writes None for a flag without a value, which the document has as True.
         expected = True if planned_value is None else planned_value
-        if value != expected and not (flag in _OPTIONAL_FLAGS and parts.layout is None):
+        is_free = flag in _FREE_FLAGS or (flag == "vocab-size" and _is_unpadded(value, expected))
+        if value != expected and not (is_free and parts.layout is None):
             name = parts.architecture.name
             if expected is _MISSING:
                 refuse(document.locate(flag), value, f"nothing: {name} has no such part", "leave it out")
-            refuse(document.locate(flag), value, f"{expected!r}, as {name} has", f"--{flag} {expected}")
+            fix = f"--{flag}" if expected is True else f"--{flag} {expected}"
+            refuse(document.locate(flag), value, f"{expected!r}, as {name} has", fix)
     return parts.architecture
 
 
@@ -94,6 +98,20 @@ _OPTIONAL_FLAGS = frozenset({
     "position-embedding-type",
 })  # fmt: skip
 """Flags that a user's command line may omit in favor of a tokenizer, a default or another flag."""
+_FREE_FLAGS = frozenset({
+    "make-vocab-size-divisible-by", "max-position-embeddings", "moe-token-dispatcher-type", "rope-type",
+    "position-embedding-type",
+})  # fmt: skip
+"""Flags that may differ from the architecture's: training may be shorter, and rotary positions scaled."""
+_PADDING = 0.02
+"""Largest share of an embedding that is padding: tokenizers of Qwen 2.5 have 151,665 entries of 152,064."""
+
+
+def _is_unpadded(value: object, vocab_size: object) -> bool:
+    """Return whether ``value`` is a tokenizer's own size, which the architecture's embedding exceeds."""
+    if not isinstance(value, int) or not isinstance(vocab_size, int):
+        return False
+    return vocab_size * (1 - _PADDING) <= value <= vocab_size
 
 
 def _build_llama(document: Document, flag_values: FileFields) -> Architecture:
