@@ -579,6 +579,19 @@ def test_megatron_flags_that_contradict_the_architecture_raise(
         from_megatron(tmp_path, MEGATRON.replace("--group-query-attention\n", ""), architecture=LLAMA)
 
 
+def test_a_missing_architecture_raises_with_the_catalogues_model_of_these_sizes(tmp_path: Path) -> None:
+    """The fix for Megatron-LM's example of Mixtral was Llama 3.1 8B, which the next error refused."""
+    experts = MEGATRON.replace("--vocab-size 128256", "--num-experts 8 --moe-router-topk 2")
+    with pytest.raises(
+        ValueError, match=r'without --num-experts.*fix: architecture=ss.models\["mixtral-8x7b"\]'
+    ):
+        from_megatron(tmp_path, experts)
+    with pytest.raises(
+        ValueError, match=r'--vocab-size is None.*fix: architecture=ss.models\["llama-3.1-8b"\]'
+    ):
+        from_megatron(tmp_path, MEGATRON.replace("--vocab-size 128256", ""))
+
+
 @pytest.mark.parametrize(
     ("flag", "meant"), [("global_batch_size", "global-batch-size"), ("seq-len", "seq-length")]
 )

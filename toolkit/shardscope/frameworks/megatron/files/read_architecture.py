@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardscope.catalog import models
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
@@ -114,9 +115,22 @@ def _is_unpadded(value: object, vocab_size: object) -> bool:
     return vocab_size * (1 - _PADDING) <= value <= vocab_size
 
 
+def _suggest_architecture(document: Document) -> str:
+    """Return the argument with the nearest model of the catalogue, or else with a Llama."""
+    sizes = {field: document.get(flag) for field, flag in SIZES.items() if document.get(flag) is not None}
+    experts = document.get("num-experts")
+    num_equal: dict[str, int] = {"llama-3.1-8b": 0}
+    for name, model in models.items():
+        equal = {field for field, size in sizes.items() if getattr(model, field) == size}
+        num_experts = model.mixture_of_experts.num_experts if model.mixture_of_experts else None
+        if equal >= {"num_hidden_layers", "hidden_size"} and num_experts == experts:
+            num_equal[name] = len(equal)
+    return f'architecture=ss.models["{max(num_equal, key=num_equal.__getitem__)}"]'
+
+
 def _build_llama(document: Document, flag_values: FileFields) -> Architecture:
     """Build a dense decoder with SwiGLU, RMSNorm and rotary positions, without biases, from the flags."""
-    fix = 'architecture=ss.models["llama-3.1-8b"]'
+    fix = _suggest_architecture(document)
     # A flag without a value is True in the document.
     of_llama = {
         "swiglu": True,
