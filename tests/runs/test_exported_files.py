@@ -15,7 +15,7 @@ import pytest
 import shardscope as ss
 from requirements import needs
 from shardscope.export.files import list_files
-from shardscope.frameworks.deepspeed.files import read as deepspeed_read
+from shardscope.frameworks.deepspeed.files import config_keys
 from shardscope.frameworks.megatron.files.arguments import build_arguments
 from shardscope.frameworks.megatron.files.read import READ
 
@@ -174,7 +174,7 @@ def test_every_exported_deepspeed_key_is_known_to_deepspeed() -> None:
         DeepSpeedZeroOffloadParamConfig,
     )
 
-    sections = {keys: {*known, *others} for keys, known, others in deepspeed_read.SECTIONS}
+    sections = {keys: {*known, *others} for keys, known, others in config_keys.SECTIONS}
     for keys, kind in (
         (("zero_optimization",), DeepSpeedZeroConfig),
         (("zero_optimization", "offload_optimizer"), DeepSpeedZeroOffloadOptimizerConfig),

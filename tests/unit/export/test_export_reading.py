@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.requirements import examples, needs
 
 import shardscope as ss
+from shardscope.frameworks.deepspeed.files import config_keys
 
 needs("accelerate")  # which brings PyYAML
 
@@ -144,6 +145,54 @@ def test_reads_deepspeed_options_of_an_accelerate_config(tmp_path: Path) -> None
     assert plan.layout == ss.Layout.zero(2, offload_optimizer="cpu")
     assert plan.num_micro_batches == 4
     assert plan.recipe.precision == "fp16-mixed"
+
+
+def test_accelerate_asks_for_the_offload_of_parameters_in_stage_2_too(tmp_path: Path) -> None:
+    """``accelerate config`` does (commands/config/cluster.py); DeepSpeed ignores it below stage 3."""
+    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n"
+    text += "  offload_optimizer_device: cpu\n  offload_param_device: cpu\n  gradient_clipping: auto\n"
+    with pytest.warns(UserWarning) as caught:
+        assert from_fsdp(tmp_path, text).layout == ss.Layout.zero(2, offload_optimizer="cpu")
+    (warning,) = caught
+    assert str(warning.message).endswith("not in the plan: deepspeed_config.offload_param_device (line 6)")
+    assert warning.filename == __file__
+    stage_3 = from_fsdp(tmp_path, text.replace("zero_stage: 2", "zero_stage: 3"))
+    assert stage_3.layout.offload_params == "cpu"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fix"),
+    [
+        ("MULTI_XPU", "'MULTI_GPU'"),
+        ("multi-gpu", "'MULTI_GPU'"),
+        ("fsdp", "'FSDP'"),
+        ("MEGATRON_LM", "ss.Plan.from_megatron with the arguments of Megatron-LM"),
+    ],
+)
+def test_other_distributed_types_raise_with_the_type_that_is_meant(
+    kind: str, fix: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"line 1, distributed_type is '{kind}'.*Nearest fix: {fix}\.$"):
+        from_fsdp(tmp_path, f"distributed_type: {kind}\n")
+
+
+def test_reads_the_example_of_ulysses_of_trl(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
+    text += (
+        "  seq_parallel_communication_data_type: bf16\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
+    )
+    effect = r"Predictions are without parallelism_config, which can change memory or step time$"
+    with pytest.warns(UserWarning, match=rf"seq_parallel\w+ \(line 5\)\. {effect}"):
+        assert from_fsdp(tmp_path, text).layout == ss.Layout.zero(3)
+
+
+def test_values_of_accelerates_files_that_change_nothing_are_not_warned_of(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_fsdp(tmp_path, FSDP.replace("'no'", "no") + "main_process_port: null\n")
+    with pytest.warns(UserWarning, match="same_network") as caught:
+        from_fsdp(tmp_path, FSDP.replace("same_network: true", "same_network: false"))
+    assert caught[0].filename == __file__
 
 
 def test_gradient_accumulation_steps_may_be_auto(tmp_path: Path) -> None:
@@ -319,6 +368,112 @@ def test_deepspeed_batch_sizes_follow_from_each_other(
     assert (plan.recipe.micro_batch_size, plan.recipe.global_batch_size) == (micro, total)
 
 
+COMMENTED = """\
+{ # DeepSpeed reads Hjson
+  "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu",},}, // "stage": 2 }
+  /* "fp16": {"enabled": true},
+  */ "bf16": {"enabled": true},
+  "wandb": {"enabled": true, "team": "https://a#b, ]"},
+}
+"""
+
+
+def test_reads_comments_and_trailing_commas_as_deepspeed_does(tmp_path: Path) -> None:
+    """Accelerate opens the same file as strict JSON, and stops."""
+    with pytest.warns(UserWarning) as caught:
+        plan = from_zero(tmp_path, COMMENTED)
+    assert plan.layout == ss.Layout.zero(3, offload_optimizer="cpu")
+    assert plan.recipe.precision == "bf16-mixed"
+    messages = [str(warning.message) for warning in caught]
+    assert messages[0].startswith(
+        "zero.json has comments or trailing commas: deepspeed.initialize reads them"
+    )
+    assert messages[1].endswith("not in the plan: wandb (line 5)")
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: zero.json\n"
+    with pytest.raises(ValueError, match=r"zero.json, line 1, column 3: Expecting property name"):
+        from_fsdp(tmp_path, text)
+
+
+def test_reads_keys_that_serve_as_comments(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        values = {"_comment": "ours", "//": "note", "zero_optimization": {"stage": 2}}
+        assert from_zero(tmp_path, values).layout == ss.Layout.zero(2)
+
+
+def test_keys_without_stage3_are_the_same_as_with_it(tmp_path: Path) -> None:
+    """As in Axolotl's files; DeepSpeed rejects a file with both."""
+    numbers = {"max_live_parameters": 0, "max_reuse_distance": 7, "prefetch_bucket_size": 8}
+    section = {"stage": 3, **numbers, "param_persistence_threshold": "auto"}
+    layout = from_zero(tmp_path, {"zero_optimization": section}).layout
+    options = {f"stage3_{name}": number for name, number in numbers.items()}
+    assert layout == ss.Layout.zero(3, **options, stage3_param_persistence_threshold=10 * LLAMA.hidden_size)
+    with pytest.warns(UserWarning, match=r"plan: zero_optimization.stage3_gather_16bit\w+ \(line 4\)$"):
+        from_zero(tmp_path, {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}})
+    with pytest.raises(ValueError, match=r"line 4, zero_optimization.max_live_parameters: this key"):
+        section = {"stage3_max_live_parameters": 0, "max_live_parameters": 0}
+        from_zero(tmp_path, {"zero_optimization": section})
+
+
+def test_names_only_the_unread_options_that_differ_from_defaults(tmp_path: Path) -> None:
+    """A warning of twelve keys that most files repeat hid the one that halves the optimizer's memory."""
+    values: dict[str, Any] = {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
+        "bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True},
+        "zero_optimization": {"stage": 2, "reduce_scatter": True, "allgather_partitions": True},
+        "gradient_clipping": "auto",
+        "wall_clock_breakdown": False,
+    }
+    with pytest.warns(UserWarning) as caught:
+        from_zero(tmp_path, values)
+    unread = "zero.json: not understood, and so not in the plan: bf16.bf16_master_weights_and_grads (line 10)"
+    effect = "Predictions are without bf16_master_weights_and_grads, which can change memory or step time"
+    assert [str(warning.message) for warning in caught] == [f"{unread}. {effect}"]
+    with pytest.warns(UserWarning, match=r"plan: fp16.loss_scale \(line 4\)"):
+        from_zero(tmp_path, {"fp16": {"enabled": True, "loss_scale": 128}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_zero(tmp_path, {"fp16": {"enabled": False, "loss_scale": 128}})
+
+
+def test_unread_options_that_change_memory_or_time_are_named(tmp_path: Path) -> None:
+    effect = "Predictions are without {}, which can change memory or step time$"
+    with pytest.warns(UserWarning, match=r"--lr \(line 22\), .*" + effect.format("mtp-num-layers")):
+        from_megatron(tmp_path, MEGATRON + "--mtp-num-layers 1 --transformer-impl transformer_engine")
+    text = FSDP.replace("fsdp_version: 2", "fsdp_version: 2\n  fsdp_activation_checkpointing_offload: true")
+    with pytest.warns(UserWarning, match=effect.format("fsdp_activation_checkpointing_offload")):
+        from_fsdp(tmp_path, text)
+
+
+def test_every_costly_key_is_a_key_that_is_in_no_plan() -> None:
+    from shardscope.frameworks.accelerate import read as accelerate
+    from shardscope.frameworks.megatron.files import read as megatron
+
+    assert {name for _, _, unread in config_keys.SECTIONS for name in unread} >= config_keys.COSTLY_KEYS
+    others = {*accelerate.OTHER_TOP_LEVEL, *accelerate.OTHER_FSDP, *accelerate.OTHER_PARALLEL}
+    assert {*others, *accelerate.SECTIONS} >= accelerate.COSTLY_KEYS
+    assert not megatron.COSTLY & set(megatron.READ)
+
+
+def test_short_names_and_defaults_are_those_of_deepspeed() -> None:
+    needs("deepspeed")
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    aliases = {name: field.alias for name, field in fields.items() if field.alias is not None}
+    assert aliases == {name.removeprefix("stage3_"): name for name in config_keys.SHORT_NAMES}
+    for keys, model in (
+        (("zero_optimization",), DeepSpeedZeroConfig),
+        (("zero_optimization", "offload_optimizer"), DeepSpeedZeroOffloadOptimizerConfig),
+        (("fp16",), DeepSpeedFP16Config),
+        (("bf16",), DeepSpeedBF16Config),
+    ):
+        defaults = model().model_dump(by_alias=True)
+        assert config_keys.DEFAULTS[keys] == {name: defaults[name] for name in config_keys.DEFAULTS[keys]}
+
+
 def test_missing_options_have_deepspeed_defaults(tmp_path: Path) -> None:
     plan = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {}}})
     assert plan.recipe.precision == "fp32"
@@ -382,6 +537,68 @@ def test_every_layer_has_experts_by_megatrons_default(frequency: str, is_read: b
         return
     with pytest.raises(ValueError, match=r"moe-layer-freq is '\(\[1\]\*1\+\[0\]\*1.*\[1\]\*32"):
         from_megatron(tmp_path, text, architecture=mixtral)
+
+
+def test_reads_a_whole_command_of_megatron(tmp_path: Path) -> None:
+    """A pasted command was taken for the name of a file."""
+    expected = from_megatron(tmp_path, MEGATRON.replace("--lr 3e-4", "")).layout
+    arguments = (
+        re.sub("#.*|--lr 3e-4", "", MEGATRON).replace("\\\n", " ").replace("\n", " \\\n  ").rstrip(" \\\n")
+    )
+    command = f"torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py \\\n  {arguments}"
+    given: dict[str, Any] = {"cluster": EIGHT, "architecture": LLAMA}
+    assert ss.Plan.from_megatron(command, **given).layout == expected
+    assert ss.Plan.from_megatron(command.replace("\\\n", "").split(), **given).layout == expected
+    with pytest.raises(ValueError, match="the arguments: No closing quotation"):
+        ss.Plan.from_megatron(f"{command} --data-path 'a b", **given)
+    with pytest.raises(
+        ValueError, match=r"line 1, 'export': this is not a flag.*Nearest fix: the arguments alone"
+    ):
+        from_megatron(tmp_path, f"export CUDA_DEVICE_MAX_CONNECTIONS=1\n{MEGATRON}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("--num-query-groups 8", "--num-query-groups 4"),
+        ("--ffn-hidden-size 14336", "--ffn-hidden-size 11008"),
+        ("--vocab-size 128256", "--vocab-size 32000"),
+        ("--lr 3e-4", "--kv-channels 64"),
+    ],
+)
+def test_megatron_flags_that_contradict_the_architecture_raise(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    """The plan had the architecture's numbers, and the flag was lost without a word."""
+    flag = after.split()[0].removeprefix("--")
+    with pytest.raises(ValueError, match=rf"line \d+, {flag} is \d+; allowed: \d+, as llama-3.1-8b has"):
+        from_megatron(tmp_path, MEGATRON.replace(before, after), architecture=LLAMA)
+    tokenizer = MEGATRON.replace("--lr 3e-4", "").replace("128256", "128000").replace("131072", "8192")
+    assert from_megatron(tmp_path, tokenizer, architecture=LLAMA).architecture is LLAMA
+    with pytest.raises(ValueError, match=r"group-query-attention is None.*fix: --group-query-attention\.$"):
+        from_megatron(tmp_path, MEGATRON.replace("--group-query-attention\n", ""), architecture=LLAMA)
+
+
+def test_a_missing_architecture_raises_with_the_catalogues_model_of_these_sizes(tmp_path: Path) -> None:
+    """The fix for Megatron-LM's example of Mixtral was Llama 3.1 8B, which the next error refused."""
+    experts = MEGATRON.replace("--vocab-size 128256", "--num-experts 8 --moe-router-topk 2")
+    with pytest.raises(
+        ValueError, match=r'without --num-experts.*fix: architecture=ss.models\["mixtral-8x7b"\]'
+    ):
+        from_megatron(tmp_path, experts)
+    with pytest.raises(
+        ValueError, match=r'--vocab-size is None.*fix: architecture=ss.models\["llama-3.1-8b"\]'
+    ):
+        from_megatron(tmp_path, MEGATRON.replace("--vocab-size 128256", ""))
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"), [("global_batch_size", "global-batch-size"), ("seq-len", "seq-length")]
+)
+def test_misspelled_megatron_flags_are_not_defaults(flag: str, meant: str, tmp_path: Path) -> None:
+    text = MEGATRON.replace(f"--{meant}", f"--{flag}")
+    with pytest.raises(ValueError, match=rf"--{flag}: this flag is '{flag}'.*Nearest fix: --{meant}\.$"):
+        from_megatron(tmp_path, text)
 
 
 def test_reads_arguments_of_megatron_scripts(tmp_path: Path) -> None:
@@ -516,7 +733,8 @@ def test_fault_35_invalid_accelerate_configs_raise_with_line_and_key(
             '{\n  "train_batch_size": 8,\n  "train_batch_size": 8\n}',
             r"line 3, train_batch_size: duplicate key",
         ),
-        ('{\n  "train_batch_size": 8,\n}', r"line 3, column 1|line 2, column"),
+        ('{\n  "train_batch_size": 8,,\n}', r"line 3, column 1"),
+        ('{\n  "train_batch_size": 8 # comment "\n  "bf16": {}\n}', r"line 3, column 3"),
         ('{\n  "train_batch_size": 7\n}', r"line 2, train_batch_size is 7"),
         ('{\n  "bf16": {"enabled": true},\n  "fp16": {"enabled": true}\n}', r"line 2, bf16.enabled"),
         ('{\n  "optimizer": {"type": "OneBitAdam"}\n}', r"line 2, optimizer.type is 'OneBitAdam'"),

@@ -575,3 +575,14 @@ def test_hub_download_failure_raises_value_error(monkeypatch: pytest.MonkeyPatch
 
 def test_every_model_type_has_an_adapter() -> None:
     assert tuple(FAMILIES) == MODEL_TYPES
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8", "bitsandbytes"])
+def test_a_quantized_checkpoint_is_reported(method: str) -> None:
+    """Its plans count the weights unpacked, which nothing said."""
+    with pytest.warns(RuntimeWarning, match=rf"quant_method '{method}', but plans count all") as caught:
+        packed = Architecture.from_hf({**LLAMA, "quantization_config": {"quant_method": method, "bits": 4}})
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Architecture.from_hf({**LLAMA, "quantization_config": None}) == packed

@@ -364,8 +364,8 @@ def _format_value(value: object) -> str:
     return text[:77] + "..."
 
 
-def warn_user(message: str) -> None:
-    """Issue a ``RuntimeWarning`` at the line outside of this project from which it was called.
+def warn_user(message: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Issue a warning at the line outside of this project from which it was called.
 
     For warnings that several public functions reach by different numbers of calls.
     """
@@ -375,7 +375,7 @@ def warn_user(message: str) -> None:
     # In a thread of this project the next frame is the standard library's.
     if _get_package(frame) in sys.stdlib_module_names:
         level -= 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _get_package(frame: FrameType) -> str:

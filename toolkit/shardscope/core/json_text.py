@@ -13,6 +13,9 @@ MAX_DEPTH = 64
 
 # An unterminated string matches to the end of the text, so the regex never backtracks over it.
 _TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}:\n]', re.DOTALL)
+# Each alternative also matches what has no end, for the same reason.
+_COMMENTS = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"?|//[^\n]*|#[^\n]*|/\*[\s\S]*?(?:\*/|\Z)')
+_TRAILING_COMMAS = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"?|,(?=\s*[}\]])')
 
 
 class _DuplicateKeyError(Exception):
@@ -38,6 +41,19 @@ def parse_json(name: str, text: str) -> object:
     except ValueError as error:  # a number of more than sys.get_int_max_str_digits() digits
         raise ValueError(f"{name}: {error}.") from error
     return value
+
+
+def blank_comments(text: str) -> str:
+    """Return the text with spaces for comments (``#``, ``//``, ``/* */``) and trailing commas.
+
+    Lines and columns stay, and JSON without them is returned as it is.
+    """
+    return _TRAILING_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text))
+
+
+def _blank(match: re.Match[str]) -> str:
+    token = match[0]
+    return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)
 
 
 def check_depth(name: str, text: str) -> None:

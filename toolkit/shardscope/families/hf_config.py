@@ -124,7 +124,20 @@ def build_architecture(
     fields = {"name": display_name, "model_type": family, **FAMILIES[family].read(HfConfig(data))}
     architecture = Architecture.from_dict(fields)
     _warn_of_activation(data, FAMILIES[family])
+    _warn_of_packed_weights(data)
     return architecture
+
+
+def _warn_of_packed_weights(data: Mapping[str, object]) -> None:
+    """Warn that plans count the weights of a quantized checkpoint unpacked."""
+    packed = data.get("quantization_config")
+    if not isinstance(packed, Mapping):
+        return
+    warn_user(
+        f"config.json quantization_config has quant_method {packed.get('quant_method')!r}, but plans count "
+        "all weights unpacked, in Recipe.precision. Nearest fix: Recipe(method='qlora') for a frozen 4-bit "
+        "base; otherwise the model's weights in bf16, which training needs."
+    )
 
 
 def _warn_of_activation(data: Mapping[str, object], family: Family) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import Value, find_similar, refuse
+from shardscope.core.errors import Fix, Value, find_similar, refuse, warn_user
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
@@ -47,7 +46,7 @@ OTHER_TOP_LEVEL: Mapping[str, object] = {
     "machine_rank": 0,
     "gpu_ids": "all",
     "main_process_ip": None,
-    "main_process_port": 29500,
+    "main_process_port": (29500, None),
     "rdzv_backend": "static",
     "same_network": True,
     "main_training_function": "main",
@@ -56,7 +55,7 @@ OTHER_TOP_LEVEL: Mapping[str, object] = {
     "fp8_config": {"backend": "AO"},
     "megatron_lm_config": {},
     "mpirun_config": {},
-    "downcast_bf16": "no",
+    "downcast_bf16": ("no", False),  # YAML reads a bare no as false
     "tpu_name": None,
     "tpu_zone": None,
     "tpu_use_cluster": False,
@@ -67,7 +66,8 @@ OTHER_TOP_LEVEL: Mapping[str, object] = {
     "tpu_env": [],
     "dynamo_config": {},
 }
-"""``ClusterConfig``'s other keys, with the values that ``accelerate config`` writes by default."""
+"""``ClusterConfig``'s other keys, with the values, or a tuple of them, that ``accelerate config`` writes by
+default."""
 FSDP_KEYS = (
     "version",
     "reshard_after_forward",
@@ -105,6 +105,19 @@ OTHER_PARALLEL: Mapping[str, object] = {
     "parallelism_config_sp_seq_length_is_variable": True,
     "parallelism_config_sp_attn_implementation": None,
 }
+COSTLY_KEYS = frozenset(
+    {
+        *(
+            "parallelism_config",
+            "parallelism_config_sp_size",
+            "fp8_config",
+            "dynamo_config",
+            "megatron_lm_config",
+        ),
+        *("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules"),
+    }
+)
+"""Keys that are in no plan, but change memory or step time."""
 STRATEGIES = {
     "FULL_SHARD": "fsdp_version: 2 with fsdp_reshard_after_forward: true",
     "SHARD_GRAD_OP": "fsdp_version: 2 with fsdp_reshard_after_forward: false",
@@ -125,9 +138,11 @@ INLINE_DEEPSPEED = {
 STARTING_DEEPSPEED = ("deepspeed_multinode_launcher", "zero3_init_flag")
 """Keys that say how ranks start and build the model, which an export writes; no step depends on them."""
 OTHER_DEEPSPEED: Mapping[str, object] = {
-    "gradient_clipping": CLIPPED_TO,
+    "gradient_clipping": (CLIPPED_TO, "auto"),
     "zero3_save_16bit_model": None,
     "deepspeed_moe_layer_cls_names": None,
+    # accelerate takes any key here; TRL's example of Ulysses has DeepSpeed's own.
+    "seq_parallel_communication_data_type": None,
     "deepspeed_hostfile": None,
     "deepspeed_exclusion_filter": None,
     "deepspeed_inclusion_filter": None,
@@ -148,6 +163,7 @@ def read(
     """Read a plan; see :meth:`shardscope.core.plan.Plan.from_accelerate`."""
     # ``accelerate launch`` reads both formats. An unknown key is an error: if misspelled, it has no effect.
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
+    document.costly_keys = COSTLY_KEYS
     read_sections = READ_SECTIONS.get(str(document.get("distributed_type")), ())
     unread_sections: Mapping[str, object] = {name: {} for name in SECTIONS if name not in read_sections}
     # Without it, and without a key that may be a misspelled one, this is another tool's file.
@@ -157,16 +173,16 @@ def read(
         )
     _check_old_formats(document)
     document.check_keys((), (*TOP_LEVEL, *read_sections), {**OTHER_TOP_LEVEL, **unread_sections})
-    kind = document.read_choice("distributed_type", among=DISTRIBUTED_TYPES)
+    kind = _read_distributed_type(document)
     parts = load_plan_parts(file, architecture, cluster, recipe)
     _check_ranks(document, parts)
     # DeepSpeed's options are in a JSON of their own, or a few of them inline.
     if kind == "DEEPSPEED":
         path = _find_deepspeed_file(document, expand_home(file))
         if path is not None:
-            plan = deepspeed.read_plan(path, architecture, cluster, recipe)
-            # At the user's line, as that of the JSON's own keys.
-            warn_of_unread_keys(document, stacklevel=4)
+            # Accelerate reads strict JSON (utils/deepspeed.py, HfDeepSpeedConfig).
+            plan = deepspeed.read_plan(path, architecture, cluster, recipe, allow_comments=False)
+            warn_of_unread_keys(document)
             return plan
         return _read_inline_deepspeed(document, parts)
 
@@ -187,6 +203,20 @@ def read(
         layout_fields = {**comment_layout, **layout_fields}
     recipe_fields |= _read_recomputation(document, parts.recipe)
     return _build_plan(parts, document, start, recipe_fields, layout_fields)
+
+
+def _read_distributed_type(document: Document) -> str:
+    """Return ``distributed_type``. Raises ``ValueError`` for types without a plan, and misspelled ones."""
+    kind = document.get("distributed_type")
+    if isinstance(kind, str) and kind in DISTRIBUTED_TYPES:
+        return kind
+    name = str(kind).upper().replace("-", "_")
+    fix: Fix = Value(name if name in DISTRIBUTED_TYPES else find_similar(name, DISTRIBUTED_TYPES) or "FSDP")
+    if name == "MEGATRON_LM":
+        fix = "ss.Plan.from_megatron with the arguments of Megatron-LM"
+    elif name.startswith("MULTI_") and name not in DISTRIBUTED_TYPES:
+        fix = Value("MULTI_GPU")  # DDP too, on accelerators that no cluster has
+    return document.refuse(("distributed_type",), ", ".join(map(repr, DISTRIBUTED_TYPES)), fix)
 
 
 def _check_old_formats(document: Document) -> None:
@@ -275,7 +305,8 @@ def _check_version(document: Document) -> None:
     reshard = document.get(part, "fsdp_reshard_after_forward")
     replacement = _find_replacement(reshard if strategy is None else strategy)
     if version is None and strategy is not None:
-        document.refuse((part, strategy_key), "nothing: FSDP2 has none", replacement)
+        allowed = "nothing: without fsdp_version: 2 this is FSDP1, which cannot be planned"
+        document.refuse((part, strategy_key), allowed, replacement)
     allowed = "2: FSDP1, which is also what Accelerate takes without it, cannot be planned"
     document.refuse((part, "fsdp_version"), allowed, replacement)
 
@@ -299,11 +330,10 @@ def _check_wrap_policy(document: Document) -> None:
     if isinstance(policy, str) and policy.upper() == WRAP_POLICY:
         return
     units = "the whole model as one unit" if policy in (None, "NO_WRAP") else "other units"
-    warnings.warn(
+    warn_user(
         f"{document.locate(*keys)} is {policy!r}: Accelerate then shards {units}; the plan shards each "
         f"decoder layer, as {WRAP_POLICY} does.",
-        # The line that calls Plan.from_accelerate.
-        stacklevel=5,
+        UserWarning,
     )
 
 
@@ -368,12 +398,17 @@ def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
     # DeepSpeedPlugin's own default is stage 2 (accelerate/utils/dataclasses.py).
     layout = parts.layout if isinstance(parts.layout, ZeroLayout) else ZeroLayout()
     stage = document.read_number(part, "zero_stage", low=0, high=3)
-    layout_fields: FileFields = {"stage": ((part, "zero_stage"), 2 if stage is None else stage)}
+    stage = 2 if stage is None else stage
+    layout_fields: FileFields = {"stage": ((part, "zero_stage"), stage)}
     for field, key in (
         ("offload_optimizer", "offload_optimizer_device"),
         ("offload_params", "offload_param_device"),
     ):
         device = document.read_choice(part, key, among=("none", "cpu", "nvme"))
+        # ``accelerate config`` asks for it in stage 2 too, where DeepSpeed ignores it.
+        if field == "offload_params" and stage < 3 and device not in (None, "none"):
+            document.add_unread_key((part, key))
+            device = None
         layout_fields[field] = ((part, key), None if device == "none" else device)
     # The file has the micro-batches of a rank, the recipe the global batch: the cluster converts them.
     # "auto", the plugin's default, is the number that the script passes to Accelerator.

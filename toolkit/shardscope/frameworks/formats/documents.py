@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_similar, refuse
-from shardscope.core.json_text import check_depth, find_key_lines, parse_json
+from shardscope.core.errors import Fix, Value, check_choice, check_integer, find_similar, refuse, warn_user
+from shardscope.core.json_text import blank_comments, check_depth, find_key_lines, parse_json
 from shardscope.core.text_positions import KeyPath, TextPositions
 from shardscope.machine.user_folders import expand_home
 
@@ -26,7 +26,10 @@ MAX_BYTES = 1_000_000
 class Document(TextPositions):
     """Content of one file. Every ``ValueError`` names the file, the line and the key."""
 
-    _unread: list[str] = field(default_factory=list)
+    costly_keys: frozenset[str] = frozenset()
+    """Names of keys that are in no plan although they change memory or step time."""
+    _unread: list[tuple[str, str]] = field(default_factory=list)
+    """(name of a key, its description) for each key that a plan cannot represent."""
 
     def read_section(self, *keys: str) -> Mapping[str, object]:
         """Return the mapping at ``keys``, empty if missing or null. Raises ``ValueError`` otherwise."""
@@ -70,7 +73,8 @@ class Document(TextPositions):
         """Raise ``ValueError`` for unknown keys under ``keys``, with a similar known key if there is one.
 
         ``planned`` are the keys that become part of a plan, ``ignored`` the format's other keys. The latter
-        are listed in :meth:`list_unread_keys`, unless their value is the default given in ``ignored``.
+        are listed in :meth:`list_unread_keys`, unless their value is the default given in ``ignored``, or one
+        of the defaults in a tuple.
         """
         # A key with the default value changes nothing, so it needs no warning.
         planned = list(planned)
@@ -82,12 +86,24 @@ class Document(TextPositions):
                 allowed = f"{similar or known[0]!r} and {len(known) - 1} other keys"
                 fix: Fix = Value(similar) if similar else "leave it out"
                 refuse(f"{self.locate(*keys, key)}: this key", key, allowed, fix)
-            if key not in planned and not (key in defaults and value == defaults[key]):
-                self._unread.append(f"{'.'.join((*keys, key))} (line {self.lines.get((*keys, key))})")
+            if key not in planned and not (key in defaults and _is_default(value, defaults[key])):
+                self.add_unread_key((*keys, key))
+
+    def add_unread_key(self, keys: KeyPath) -> None:
+        """Add a key that the other tool accepts and a plan cannot represent."""
+        self._unread.append((keys[-1], f"{'.'.join(keys)} (line {self.lines.get(keys)})"))
 
     def list_unread_keys(self) -> tuple[str, ...]:
         """Return the file's valid keys that a plan cannot represent."""
-        return tuple(self._unread)
+        return tuple(description for _, description in self._unread)
+
+    def list_costly_keys(self) -> tuple[str, ...]:
+        """Return the names of those that change memory or step time."""
+        return tuple(name for name, _ in self._unread if name in self.costly_keys)
+
+
+def _is_default(value: object, default: object) -> bool:
+    return value in default if isinstance(default, tuple) else value == default
 
 
 def read_text(file: str | Path) -> str:
@@ -109,14 +125,24 @@ def read_text(file: str | Path) -> str:
         raise ValueError(f"{file} is not UTF-8 at byte {error.start}; save it as UTF-8.") from error
 
 
-def read_json(file: str | Path) -> Document:
-    """Read a JSON file with one object. Raises ``ValueError`` for anything else."""
+def read_json(file: str | Path, allow_comments: bool = False) -> Document:
+    """Read a JSON file with one object. Raises ``ValueError`` for anything else.
+
+    ``allow_comments`` allows trailing commas, too. A file with either is reported: not every tool reads it.
+    """
     text, name = read_text(file), Path(file).name
-    check_depth(name, text)
-    values = parse_json(name, text)
+    plain = blank_comments(text) if allow_comments else text
+    check_depth(name, plain)
+    values = parse_json(name, plain)
     if not isinstance(values, dict):
         refuse(name, values, "one JSON object", Value({}))
-    return Document(name=name, values=values, lines=find_key_lines(text))
+    if plain != text:
+        warn_user(
+            f"{name} has comments or trailing commas: deepspeed.initialize reads them, but Accelerate and "
+            "transformers' Trainer stop at them.",
+            UserWarning,
+        )
+    return Document(name=name, values=values, lines=find_key_lines(plain))
 
 
 def read_yaml(file: str | Path) -> Document:

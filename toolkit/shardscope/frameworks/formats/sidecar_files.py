@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from shardscope.core.errors import FieldError, Value, add_article, refuse
+from shardscope.core.errors import FieldError, Value, add_article, refuse, warn_user
 from shardscope.core.recipe import Recipe
 from shardscope.core.serialization import replace_fields
 from shardscope.core.text_positions import KeyPath
@@ -125,20 +124,18 @@ def build_plan(
     architecture, cluster = parts.require_architecture(document.name), parts.require_cluster(document.name)
     with locate_errors(document, file_fields):
         plan = Plan(architecture, cluster, recipe, layout)
-    # Attributed to the line that calls Plan.from_accelerate or one of its siblings, through the framework's
-    # reader.
-    warn_of_unread_keys(document, stacklevel=5)
+    warn_of_unread_keys(document)
     return plan
 
 
-def warn_of_unread_keys(document: Document, stacklevel: int) -> None:
+def warn_of_unread_keys(document: Document) -> None:
     """Warn of keys that are valid for the other tool but not part of a plan, if there are any."""
     unread = document.list_unread_keys()
     if unread:
-        warnings.warn(
-            f"{document.name}: not understood, and so not in the plan: {', '.join(unread)}",
-            stacklevel=stacklevel,
-        )
+        message = f"{document.name}: not understood, and so not in the plan: {', '.join(unread)}"
+        if costly := document.list_costly_keys():
+            message += f". Predictions are without {', '.join(costly)}, which can change memory or step time"
+        warn_user(message, UserWarning)
 
 
 @contextmanager

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.layout import OptionValue
-from shardscope.core.recipe import Recipe
 from shardscope.core.serialization import replace_fields
 from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
-from shardscope.frameworks.deepspeed.files.export import CLIPPED_TO, OWN_KEY
-from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, QUANTIZED, REMOVED, ZeroLayout
+from shardscope.frameworks.deepspeed.files.config_keys import (
+    BATCH_KEYS,
+    COSTLY_KEYS,
+    DEFAULTS,
+    DEVICES,
+    EXPORTED_RECIPE,
+    FLAGS,
+    LEGACY_FLAGS,
+    NUMBERS,
+    OPTIMIZERS,
+    REDUCE_TYPE,
+    SECTIONS,
+    SHORT_NAMES,
+    ZERO,
+)
+from shardscope.frameworks.deepspeed.files.export import OWN_KEY
+from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
 from shardscope.frameworks.formats.documents import Document, read_json
 from shardscope.frameworks.formats.sidecar_files import (
     FileFields,
@@ -27,122 +41,7 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
     from shardscope.core.plan import Plan
-
-ZERO = "zero_optimization"
-OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
-"""``optimizer.type`` in lower case -> ``Recipe.optimizer``. "Adam" is AdamW too, unless its parameters
-turn ``adam_w_mode`` off (runtime/engine.py, ``effective_adam_w_mode``)."""
-
-# ---- Layout fields -> their keys in the file
-
-NUMBERS: dict[str, KeyPath] = {
-    "stage": (ZERO, "stage"),
-    "reduce_bucket_size": (ZERO, "reduce_bucket_size"),
-    "allgather_bucket_size": (ZERO, "allgather_bucket_size"),
-    "sub_group_size": (ZERO, "sub_group_size"),
-    "stage3_prefetch_bucket_size": (ZERO, "stage3_prefetch_bucket_size"),
-    "stage3_param_persistence_threshold": (ZERO, "stage3_param_persistence_threshold"),
-    "stage3_max_live_parameters": (ZERO, "stage3_max_live_parameters"),
-    "stage3_max_reuse_distance": (ZERO, "stage3_max_reuse_distance"),
-    "offload_optimizer_buffer_count": (ZERO, "offload_optimizer", "buffer_count"),
-    "offload_params_buffer_count": (ZERO, "offload_param", "buffer_count"),
-    "offload_params_buffer_size": (ZERO, "offload_param", "buffer_size"),
-    "offload_params_max_in_cpu": (ZERO, "offload_param", "max_in_cpu"),
-    "zero_hpz_partition_size": (ZERO, "zero_hpz_partition_size"),
-    "tp": ("tensor_parallel", "autotp_size"),
-}
-FLAGS: dict[str, KeyPath] = {
-    "overlap_comm": (ZERO, "overlap_comm"),
-    "contiguous_gradients": (ZERO, "contiguous_gradients"),
-    **{field: (ZERO, field) for field in QUANTIZED},
-}
-REDUCE_TYPE: dict[str, KeyPath] = {"communication_data_type": ("communication_data_type",)}
-DEVICES: dict[str, KeyPath] = {
-    "offload_optimizer": (ZERO, "offload_optimizer", "device"),
-    "offload_params": (ZERO, "offload_param", "device"),
-}
-LEGACY_FLAGS: dict[KeyPath, KeyPath] = {
-    (ZERO, "offload_optimizer"): (ZERO, "cpu_offload"),
-    (ZERO, "offload_param"): (ZERO, "cpu_offload_param"),
-}
-"""Offload sections -> the older flags that mean such a section with ``"device": "cpu"``
-(runtime/zero/config.py)."""
-
-# ---- All keys of the file: those that become part of a plan, and DeepSpeed's others
-
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-TOP_LEVEL = (
-    *(*BATCH_KEYS, ZERO, "tensor_parallel", "bf16", "fp16", "optimizer", OWN_KEY),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type"),
-)
-TOP_LEVEL_NOT_IN_PLAN = (
-    "gradient_clipping",
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "scheduler",
-    "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
-    "sparse_gradients", "flops_profiler", "activation_checkpointing", "tensorboard", "wandb",
-    "csv_monitor", "comet", "comms_logger", "autotuning", "elasticity", "checkpoint", "data_types",
-    "aio", "pipeline", "curriculum_learning", "data_efficiency", "hybrid_engine", "compile", "timers",
-    "torch_autocast", "dataloader_drop_last", "log_level", "use_data_before_expert_parallelism",
-    "weight_quantization", "sequence_parallel_size", "expert_parallel",
-    "seq_parallel_communication_data_type", "disable_python_gc", "gradient_allreduce_op",
-    "managed_gradient_accumulation", "vocabulary_size", "datastates_ckpt", "compression_training",
-    "sparse_attention", "nebula", "amp", "monitor_config", "progressive_layer_drop", "eigenvalue",
-)  # fmt: skip
-"""Keys of DeepSpeed 0.19 (runtime/constants.py and the modules of the sections) that are in no plan."""
-ZERO_NOT_IN_PLAN = (
-    "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions", "compute_grad_norm",
-    "load_from_fp32_weights", "elastic_checkpoint", "zenflow",
-    "cpu_offload_use_pin_memory", "stage3_model_persistence_threshold", "round_robin_gradients",
-    "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold",
-    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters",
-    "stage3_gather_fp16_weights_on_model_save", "legacy_stage1", "parameter_alignment",
-    *REMOVED, "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply",
-    "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory",
-    "leaf_module",
-)  # fmt: skip
-"""Keys of ``zero_optimization`` (runtime/zero/config.py) that are in no plan."""
-FP16_NOT_IN_PLAN = (
-    "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
-    "consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads",
-)  # fmt: skip
-BF16_NOT_IN_PLAN = (
-    "check_grad_overflow", "immediate_grad_update", "bf16_master_weights_and_grads",
-    "bf16_optimizer_states",
-)  # fmt: skip
-"""Keys of ``fp16`` and ``bf16`` (runtime/precision_config.py) that are in no plan."""
-EXPORTED_RECIPE = ("recipe", "not_said_here")
-"""Keys of the recipe fields in our own exports; the second one is that of older exports."""
-SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], Mapping[str, object] | tuple[str, ...]], ...] = (
-    # Every run of a plan clips to this norm, so a file with it loses nothing.
-    ((), TOP_LEVEL, {**dict.fromkeys(TOP_LEVEL_NOT_IN_PLAN), "gradient_clipping": CLIPPED_TO}),
-    (
-        (ZERO,),
-        tuple(
-            keys[1]
-            for keys in (*NUMBERS.values(), *FLAGS.values(), *DEVICES.values(), *LEGACY_FLAGS.values())
-            if keys[0] == ZERO
-        ),
-        ZERO_NOT_IN_PLAN,
-    ),
-    (
-        (ZERO, "offload_optimizer"),
-        ("device", "pin_memory", "buffer_count", "nvme_path"),
-        ("pipeline_read", "pipeline_write", "fast_init", "ratio", "super_offload", "cpuadam_cores_perc"),
-    ),
-    (
-        (ZERO, "offload_param"),
-        ("device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path"),
-        (),
-    ),
-    (("tensor_parallel",), ("autotp_size",), ("enabled", "tp", "dtype", "tp_grain_size", "preset_model")),
-    (("optimizer",), ("type",), ("params", "legacy_fusion")),
-    ((OWN_KEY, "layout"), tuple(field.name for field in fields(ZeroLayout)), ()),
-    *(((OWN_KEY, key), tuple(field.name for field in fields(Recipe)), ()) for key in EXPORTED_RECIPE),
-    (("fp16",), ("enabled",), FP16_NOT_IN_PLAN),
-    (("bf16",), ("enabled",), BF16_NOT_IN_PLAN),
-)
-"""(keys of a section, its keys that become part of a plan, its other keys); the latter with their value, if a
-file with this value loses nothing."""
+    from shardscope.core.recipe import Recipe
 
 
 def read_plan(
@@ -150,12 +49,25 @@ def read_plan(
     architecture: Architecture | None = None,
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
+    *,
+    allow_comments: bool = True,
 ) -> Plan:
-    """Return the plan of a file: see :meth:`shardscope.core.plan.Plan.from_deepspeed`."""
-    document = read_json(file)
+    """Return the plan of a file: see :meth:`shardscope.core.plan.Plan.from_deepspeed`.
+
+    DeepSpeed reads Hjson: JSON that may have comments and trailing commas (runtime/config.py).
+    """
+    document = read_json(file, allow_comments=allow_comments)
+    document.costly_keys = COSTLY_KEYS
+    _write_out_short_names(document)
     # Unknown and removed keys first: a misspelt key would otherwise be a default without notice.
     for keys, planned, not_in_plan in SECTIONS:
-        document.check_keys(keys, planned, not_in_plan)
+        # JSON has no comments, so users write keys for them, and DeepSpeed ignores unknown top-level keys.
+        notes = [key for key in document.values if key.startswith(("_", "//"))] if not keys else []
+        # A disabled precision has no effect, whatever its other options are.
+        is_off = keys in (("fp16",), ("bf16",)) and document.read_section(*keys).get("enabled") is False
+        silent = [*notes, *(not_in_plan if is_off else ())]
+        defaults = {**dict.fromkeys(not_in_plan), **DEFAULTS.get(keys, {})}
+        document.check_keys(keys, [*planned, *silent], defaults)
     for name, why in REMOVED.items():
         if document.get(ZERO, name) is not None:
             document.refuse((ZERO, name), why, "leave it out")
@@ -178,6 +90,18 @@ def read_plan(
         {**recipe_fields, **layout_fields},
         lambda: replace_fields(start, layout_values),
     )
+
+
+def _write_out_short_names(document: Document) -> None:
+    """Add ``stage3_`` to keys without it. A key with both names is left: DeepSpeed rejects it too."""
+    section = document.values.get(ZERO)
+    if not isinstance(section, dict):
+        return
+    for name in SHORT_NAMES:
+        short = name.removeprefix("stage3_")
+        if short in section and name not in section:
+            section[name] = section.pop(short)
+            document.lines[(ZERO, name)] = document.lines.pop((ZERO, short))
 
 
 def _count_model_parallel(layout: ZeroLayout, values: Mapping[str, object]) -> int:
@@ -236,7 +160,7 @@ def _read_layout_value(document: Document, parts: PlanParts, field: str, keys: K
         return _read_offload_device(document, keys)
     if document.get(*keys) == "auto":
         return _resolve_auto_size(document, parts, field, keys)
-    return document.read_number(*keys, low=0, high=MAX_ELEMENTS)
+    return document.read_number(*keys, low=0, high=3 if field == "stage" else MAX_ELEMENTS)
 
 
 def _read_offload_device(document: Document, keys: KeyPath) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -92,6 +93,21 @@ READ = (
     "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations",
     "moe-expert-capacity-factor", "use-flash-attn",
 )  # fmt: skip
+COSTLY = frozenset({
+    *("mtp-num-layers", "recompute-modules", "moe-layer-recompute", "fine-grained-activation-offloading"),
+    *("distribute-saved-activations", "main-grads-dtype", "main-params-dtype", "transformer-impl"),
+    *("num-distributed-optimizer-instances", "rampup-batch-size", "fp8-param-gather", "fp8-recipe"),
+    *("no-gradient-accumulation-fusion", "attention-softmax-in-fp32", "no-rope-fusion", "squared-relu"),
+    *("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-masked-softmax-fusion", "cuda-graph-impl"),
+    *("enable-cuda-graph",),
+    *("external-cuda-graph", "delay-wgrad-compute", "defer-embedding-wgrad-compute", "hybrid-layer-pattern"),
+    *("overlap-moe-expert-parallel-comm", "experimental-attention-variant", "moe-shared-expert-overlap"),
+    *("moe-pad-expert-input-to-capacity", "cp-comm-type", "hierarchical-context-parallel-sizes"),
+    *("use-legacy-models", "first-last-layers-bf16", "use-packed-sequence"),
+})  # fmt: skip
+"""Flags that are in no plan, but change memory or step time."""
+UNREAD_DEFAULTS = {"transformer-impl": "transformer_engine", "recompute-modules": "core_attn"}
+"""Unread flags -> Megatron-LM's default, with which a file loses nothing."""
 ALONE = frozenset({
     *SWITCHES.values(), "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
     "qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention",
@@ -103,6 +119,8 @@ ALONE = frozenset({
 """Flags without a value."""
 MISSPELT = 0.9
 """Similarity (difflib) from which an unknown flag counts as a misspelled one of :data:`READ`."""
+LONG = 6
+"""Length from which the beginning of a flag counts as an abbreviation in the middle of a word, too."""
 
 
 def read(
@@ -161,15 +179,19 @@ def read(
 
 def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Path | None]:
     """Return flag -> value, with each flag's line number if they come from a file."""
-    # A string that begins with a flag is a command line, any other one a path.
+    # A string with a flag is a command line, any other one a path.
     is_path = isinstance(arguments, Path) or (
-        isinstance(arguments, str) and not arguments.lstrip().startswith("--")
+        isinstance(arguments, str) and not re.search(r"(^|\s)--\w", arguments)
     )
     if is_path:
         file = expand_home(str(arguments))
         return _parse_arguments(file.name, _split_lines(file.name, read_text(str(arguments)))), file
     if isinstance(arguments, str):
-        arguments = shlex.split(arguments)
+        try:
+            # A backslash and the line break after it are one space to a shell.
+            arguments = shlex.split(arguments.replace("\\\n", " "))
+        except ValueError as error:
+            raise ValueError(f"the arguments: {error}.") from error
     if not isinstance(arguments, Sequence) or not all(isinstance(item, str) for item in arguments):
         refuse(
             "arguments",
@@ -177,6 +199,10 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
             "a file of arguments, or a list of strings",
             Value("megatron_arguments.txt"),
         )
+    # A whole command begins with its launcher, whose flags end at the script: torchrun ... pretrain_gpt.py.
+    if arguments and not arguments[0].startswith("--"):
+        script = next((index for index, item in enumerate(arguments) if item.endswith(".py")), -1)
+        arguments = arguments[script + 1 :]
     return _parse_arguments("the arguments", [(0, item) for item in arguments]), None
 
 
@@ -195,13 +221,16 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
     """Group (line, argument) pairs by flag. Line 0: the arguments come from no file."""
     values: dict[str, object] = {}
     lines: dict[KeyPath, int] = {}
-    unread: list[str] = []
+    unread: list[tuple[str, str]] = []
     index = 0
     while index < len(arguments):
         line, argument = arguments[index]
         where = f"{name}, line {line}" if line else name
         if not argument.startswith("--"):
-            raise ValueError(f"{where}, {argument!r}: this is not a flag; allowed: --name value.")
+            raise ValueError(
+                f"{where}, {argument!r}: this is not a flag; allowed: --name value. Nearest fix: the "
+                "arguments alone, those of a shell script with its variables replaced."
+            )
         # The flag's values: after "=", or all arguments up to the next flag.
         flag, has_value, value = argument[2:].partition("=")
         index += 1
@@ -221,11 +250,18 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
         if flag not in READ:
             near = difflib.get_close_matches(flag, READ, n=1, cutoff=MISSPELT)
             # Megatron-LM takes no abbreviations (allow_abbrev=False), under which a degree would be 1.
-            near = near or [name for name in READ if name.startswith(f"{flag}-")]
+            near = near or [name for name in READ if _is_abbreviation(flag, name)]
             if near:
                 refuse(f"{where}, --{flag}: this flag", flag, f"--{near[0]} and others", f"--{near[0]}")
-            unread.append(f"--{flag}" + (f" (line {line})" if line else ""))
-    return Document(name=name, values=values, lines=lines, _unread=unread)
+            if " ".join(flag_arguments) != UNREAD_DEFAULTS.get(flag):
+                unread.append((flag, f"--{flag}" + (f" (line {line})" if line else "")))
+    return Document(name=name, values=values, lines=lines, costly_keys=COSTLY, _unread=unread)
+
+
+def _is_abbreviation(flag: str, name: str) -> bool:
+    """Return whether ``flag`` is ``name`` with underscores, or the beginning of it, as in ``--seq-len``."""
+    dashed = flag.replace("_", "-")
+    return dashed == name or name.startswith(f"{dashed}-" if len(dashed) < LONG else dashed)
 
 
 def _parse_value(where: str, flag: str, flag_arguments: list[str]) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardscope.catalog import models
 from shardscope.core.architecture import Architecture
 from shardscope.core.errors import refuse
 from shardscope.core.recipe import Recipe
@@ -64,15 +65,19 @@ def read_architecture(document: Document, parts: PlanParts, flag_values: FileFie
         value, planned_value = document.get(flag), shape.get(flag, _MISSING)
         if flag == "moe-layer-freq" and planned_value is not _MISSING:
             value = _expand_layer_freq(value, parts.architecture)
+        if flag == "num-query-groups" and not document.get("group-query-attention"):
+            continue  # Megatron-LM ignores it then.
         if value is None and (planned_value is _MISSING or flag in _OPTIONAL_FLAGS):
             continue
         # An export writes None for a flag without a value, which the document has as True.
         expected = True if planned_value is None else planned_value
-        if value != expected and not (flag in _OPTIONAL_FLAGS and parts.layout is None):
+        is_free = flag in _FREE_FLAGS or (flag == "vocab-size" and _is_unpadded(value, expected))
+        if value != expected and not (is_free and parts.layout is None):
             name = parts.architecture.name
             if expected is _MISSING:
                 refuse(document.locate(flag), value, f"nothing: {name} has no such part", "leave it out")
-            refuse(document.locate(flag), value, f"{expected!r}, as {name} has", f"--{flag} {expected}")
+            fix = f"--{flag}" if expected is True else f"--{flag} {expected}"
+            refuse(document.locate(flag), value, f"{expected!r}, as {name} has", fix)
     return parts.architecture
 
 
@@ -94,11 +99,38 @@ _OPTIONAL_FLAGS = frozenset({
     "position-embedding-type",
 })  # fmt: skip
 """Flags that a user's command line may omit in favor of a tokenizer, a default or another flag."""
+_FREE_FLAGS = frozenset({
+    "make-vocab-size-divisible-by", "max-position-embeddings", "moe-token-dispatcher-type", "rope-type",
+    "position-embedding-type",
+})  # fmt: skip
+"""Flags that may differ from the architecture's: training may be shorter, and rotary positions scaled."""
+_PADDING = 0.02
+"""Largest share of an embedding that is padding: tokenizers of Qwen 2.5 have 151,665 entries of 152,064."""
+
+
+def _is_unpadded(value: object, vocab_size: object) -> bool:
+    """Return whether ``value`` is a tokenizer's own size, which the architecture's embedding exceeds."""
+    if not isinstance(value, int) or not isinstance(vocab_size, int):
+        return False
+    return vocab_size * (1 - _PADDING) <= value <= vocab_size
+
+
+def _suggest_architecture(document: Document) -> str:
+    """Return the argument with the nearest model of the catalogue, or else with a Llama."""
+    sizes = {field: document.get(flag) for field, flag in SIZES.items() if document.get(flag) is not None}
+    experts = document.get("num-experts")
+    num_equal: dict[str, int] = {"llama-3.1-8b": 0}
+    for name, model in models.items():
+        equal = {field for field, size in sizes.items() if getattr(model, field) == size}
+        num_experts = model.mixture_of_experts.num_experts if model.mixture_of_experts else None
+        if equal >= {"num_hidden_layers", "hidden_size"} and num_experts == experts:
+            num_equal[name] = len(equal)
+    return f'architecture=ss.models["{max(num_equal, key=num_equal.__getitem__)}"]'
 
 
 def _build_llama(document: Document, flag_values: FileFields) -> Architecture:
     """Build a dense decoder with SwiGLU, RMSNorm and rotary positions, without biases, from the flags."""
-    fix = 'architecture=ss.models["llama-3.1-8b"]'
+    fix = _suggest_architecture(document)
     # A flag without a value is True in the document.
     of_llama = {
         "swiglu": True,
