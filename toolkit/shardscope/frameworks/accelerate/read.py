@@ -105,18 +105,10 @@ OTHER_PARALLEL: Mapping[str, object] = {
     "parallelism_config_sp_seq_length_is_variable": True,
     "parallelism_config_sp_attn_implementation": None,
 }
-COSTLY_KEYS = frozenset(
-    {
-        *(
-            "parallelism_config",
-            "parallelism_config_sp_size",
-            "fp8_config",
-            "dynamo_config",
-            "megatron_lm_config",
-        ),
-        *("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules"),
-    }
-)
+COSTLY_KEYS = frozenset((
+    "parallelism_config", "parallelism_config_sp_size", "fp8_config", "dynamo_config", "megatron_lm_config",
+    "fsdp_activation_checkpointing_offload", "fsdp_ignored_modules",
+))  # fmt: skip
 """Keys that are in no plan, but change memory or step time."""
 STRATEGIES = {
     "FULL_SHARD": "fsdp_version: 2 with fsdp_reshard_after_forward: true",

@@ -126,50 +126,18 @@ DEFAULTS: Mapping[KeyPath, Mapping[str, object]] = {
 }  # fmt: skip
 """Keys of a section -> values of keys that are in no plan, with which a file loses nothing: DeepSpeed's
 defaults, which most files repeat."""
-COSTLY_KEYS = frozenset(
-    {
-        *(
-            "activation_checkpointing",
-            "data_types",
-            "torch_autocast",
-            "amp",
-            "compile",
-            "sequence_parallel_size",
-        ),
-        *(
-            "expert_parallel",
-            "sparse_attention",
-            "sparse_gradients",
-            "compression_training",
-            "weight_quantization",
-        ),
-        *("hybrid_engine", "data_efficiency", "curriculum_learning", "progressive_layer_drop", "eigenvalue"),
-        *(
-            "wall_clock_breakdown",
-            "flops_profiler",
-            "zenflow",
-            "reduce_scatter",
-            "legacy_stage1",
-            "leaf_module",
-        ),
-        *("parameter_alignment", "stage3_model_persistence_threshold", "stage3_module_granularity_threshold"),
-        *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "memory_efficient_linear"),
-        *(
-            "allgather_partitions",
-            "use_multi_rank_bucket_allreduce",
-            "round_robin_gradients",
-            "pipeline_read",
-        ),
-        *(
-            "pipeline_write",
-            "ratio",
-            "super_offload",
-            "immediate_grad_update",
-            "bf16_master_weights_and_grads",
-        ),
-        *("bf16_optimizer_states", "fp16_master_weights_and_grads"),
-    }
-)
+COSTLY_KEYS = frozenset((
+    "activation_checkpointing", "data_types", "torch_autocast", "amp", "compile", "sequence_parallel_size",
+    "expert_parallel", "sparse_attention", "sparse_gradients", "compression_training",
+    "weight_quantization", "hybrid_engine", "data_efficiency", "curriculum_learning",
+    "progressive_layer_drop", "eigenvalue", "wall_clock_breakdown", "flops_profiler", "zenflow",
+    "reduce_scatter", "legacy_stage1", "leaf_module", "parameter_alignment",
+    "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "memory_efficient_linear",
+    "allgather_partitions", "use_multi_rank_bucket_allreduce", "round_robin_gradients", "pipeline_read",
+    "pipeline_write", "ratio", "super_offload", "immediate_grad_update", "bf16_master_weights_and_grads",
+    "bf16_optimizer_states", "fp16_master_weights_and_grads",
+))  # fmt: skip
 """Keys that are in no plan, but change memory or step time."""
 EXPORTED_RECIPE = ("recipe", "not_said_here")
 """Keys of the recipe fields in our own exports; the second one is that of older exports."""
