@@ -158,6 +158,14 @@ def test_the_slowest_of_all_groups_decides(inside: str, num_bytes: float) -> Non
             assert compute_transfer_seconds(transfer, per_node, rates) == slowest, (ranks, stride, per_node)
 
 
+def test_a_tied_embedding_is_reduced_inside_of_a_node_at_any_distance() -> None:
+    """First and last of four stages on eight GPUs are six GPUs apart: the only such groups, on one node."""
+    layout = ss.Layout.megatron(pp=4)
+    plan = ss.Plan(ss.models["gpt2"], NODE, ss.Recipe(global_batch_size=64, seq_len=1024), layout)
+    slow = replace(NODE, inter_node_link=links["ethernet-25g"])
+    assert replace(plan, cluster=slow).step().seconds == plan.step().seconds
+
+
 def test_sharding_with_tensor_parallelism_on_nodes_of_six_waits_for_the_network() -> None:
     """Shards four GPUs apart counted as inside a node, though the checks said that they cross."""
     layout = ss.Layout.fsdp2(tp=4, shard=2, replicate=3)

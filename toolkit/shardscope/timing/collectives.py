@@ -55,14 +55,18 @@ class SlowestGroups(NamedTuple):
 
 
 def place_groups(ranks: int, stride: int, gpus_per_node: int) -> SlowestGroups:
-    """Return the placements of the slowest groups of ``ranks`` ranks that are ``stride`` GPUs apart."""
+    """Return the placements of the slowest groups of ``ranks`` ranks that are ``stride`` GPUs apart.
+
+    The groups fill the cluster: its number of GPUs is a multiple of ``ranks * stride``. 0 GPUs apart: on one
+    node.
+    """
     return map_distinct(partial(_place_groups, gpus_per_node), ranks, stride)
 
 
 @lru_cache(maxsize=2**12)
 def _place_groups(gpus_per_node: int, ranks: int, stride: int) -> SlowestGroups:
     span = ranks * stride
-    if ranks == 1 or gpus_per_node % span == 0:
+    if stride == 0 or ranks == 1 or gpus_per_node % span == 0:
         return _place_equally(ranks, 1)
     if stride >= gpus_per_node:
         return _place_equally(1, ranks)
