@@ -237,6 +237,36 @@ def test_tensor_parallel_groups_that_the_end_of_a_node_divides_are_reported() ->
     assert finding.plan is not None and 6 % finding.plan.degrees.tp == 0
 
 
+@pytest.mark.parametrize(
+    ("nodes", "layout", "batch", "degrees"),
+    [
+        ("4x6", ss.Layout.megatron(tp=4), 24, "tp=2"),
+        # With tp=2 alone, six replicas would share three sequences.
+        ("2x6", ss.Layout.megatron(tp=4), 3, "tp=2 with pp=2"),
+    ],
+)
+def test_a_tp_inside_a_node_is_named_if_the_plan_takes_it(
+    nodes: str, layout: ss.Layout, batch: int, degrees: str
+) -> None:
+    """Nodes of six GPUs were advised tp=3, which a model with 64 heads cannot have."""
+    plan = make_plan("llama-3.1-70b", f"{nodes}xh100-sxm-80gb", layout, global_batch_size=batch, seq_len=4096)
+    finding = find_only(plan, "tensor-parallel-over-slow-link")
+    assert finding.plan is None
+    assert finding.change == f"At most {degrees}, which keeps each group on a node of 6 GPUs"
+    named = {name: int(number) for name, number in re.findall(r"(tp|pp)=(\d)", degrees)}
+    replace(plan, layout=replace(plan.layout, **named))
+
+
+def test_no_tp_is_named_if_the_plan_takes_none_inside_a_node() -> None:
+    plan = make_plan(
+        "llama-3.1-70b", "4x6xh100-sxm-80gb", ss.Layout.fsdp2(tp=4), global_batch_size=6, seq_len=4096
+    )
+    finding = find_only(plan, "tensor-parallel-over-slow-link")
+    assert finding.plan is None and finding.change == (
+        "A tp that keeps each group on a node of 6 GPUs; it needs other degrees or another batch size"
+    )
+
+
 def test_tensor_parallel_inside_a_node_with_nvlink() -> None:
     plan = make_plan(
         "llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=4), global_batch_size=256
@@ -305,6 +335,22 @@ def test_shards_across_a_slow_network_are_reported(layout: ss.Layout, change: st
     assert finding.plan is not None and finding.plan.memory().fits
     assert finding.plan.step().tokens_per_second > 1.5 * step.tokens_per_second
     assert find_by_name(finding.plan, "shards-cross-nodes") is None
+
+
+def test_replicas_that_are_not_sharded_are_called_so() -> None:
+    """LoRA has room for the whole model: "replicate=32: shard over 1 rank" was called shards inside of a
+    node."""
+    recipe = {"seq_len": 2048, "global_batch_size": 64, "method": "lora", "precision": "bf16"}
+    plan = make_plan("llama-3.1-8b", "4x8xh100-sxm-80gb", **recipe)
+    plan = replace(plan, cluster=replace(plan.cluster, inter_node_link=links["ethernet-25g"]))
+    finding = find_only(plan, "shards-cross-nodes")
+    assert finding.change == "replicate=32: no sharding, each GPU has a whole copy"
+    assert "With replicas that are not sharded, whose gradients alone cross (as in DDP)" in finding.why
+    recipe |= {"seq_len": 1024, "global_batch_size": 512}
+    plan = make_plan("llama-3.2-1b", "64x8xh100-sxm-80gb", **recipe)
+    finding = find_only(plan, "sharded-too-finely")
+    assert finding.change == "replicate=512: no sharding, each GPU has a whole copy"
+    assert "No sharding is " in finding.why
 
 
 def test_shards_inside_of_odd_nodes_are_suggested_only_if_all_are() -> None:

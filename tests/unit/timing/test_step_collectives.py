@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, product
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,12 @@ from hypothesis import strategies as st
 import shardscope as ss
 from shardscope.catalog import links
 from shardscope.timing.collectives import (
+    Placement,
+    compute_placed_seconds,
     compute_transfer_seconds,
     crosses_nodes,
     find_bounding_link,
-    place_group,
+    place_groups,
 )
 from shardscope.timing.rates import MeasuredCalls, look_up_rates
 from shardscope.timing.traffic import Collective, Transfer
@@ -89,20 +93,89 @@ def test_find_bounding_link_returns_the_slowest_link() -> None:
     ("ranks", "stride", "members", "num_nodes"),
     [(8, 1, 8, 1), (16, 1, 8, 2), (4, 8, 1, 4), (4, 4, 2, 2), (2, 4, 2, 1), (512, 1, 8, 64), (1, 64, 1, 1)],
 )  # fmt: skip
-def test_place_group_follows_the_rank_stride(ranks: int, stride: int, members: int, num_nodes: int) -> None:
-    assert place_group(ranks, stride, 8) == (members, num_nodes)
+def test_place_groups_follows_the_rank_stride(ranks: int, stride: int, members: int, num_nodes: int) -> None:
+    assert place_groups(ranks, stride, 8) == 2 * ((members, members, num_nodes),)
 
 
 @pytest.mark.parametrize(
     ("ranks", "stride", "per_node", "members", "num_nodes"),
-    [(3, 1, 5, 1, 2), (4, 1, 6, 2, 2), (2, 2, 6, 1, 2), (5, 1, 5, 5, 1), (3, 2, 6, 3, 1), (15, 1, 5, 5, 3)],
+    [
+        (3, 1, 5, 1, 2),
+        (4, 1, 6, 2, 2),
+        (2, 2, 6, 1, 2),
+        (2, 4, 6, 1, 2),
+        (5, 1, 8, 1, 2),
+        (5, 1, 5, 5, 1),
+        (3, 2, 6, 3, 1),
+        (15, 1, 5, 5, 3),
+    ],
 )
 def test_a_group_that_the_end_of_a_node_divides_is_on_two_nodes(
     ranks: int, stride: int, per_node: int, members: int, num_nodes: int
 ) -> None:
     """Three ranks of five GPUs a node counted as inside a node, though the second three are on two."""
-    assert place_group(ranks, stride, per_node) == (members, num_nodes)
+    placement = place_groups(ranks, stride, per_node).most_divided
+    assert (placement.fewest, placement.num_nodes) == (members, num_nodes)
     assert crosses_nodes(ranks * stride, per_node) == (num_nodes > 1)
+
+
+def list_placements(ranks: int, stride: int, per_node: int) -> set[Placement]:
+    """Return the placements of all groups of the smallest cluster of whole nodes and whole groups."""
+    placements, span = set(), ranks * stride
+    for start in range(0, lcm(span, per_node), span):
+        for first in range(start, start + stride):
+            nodes = Counter(rank // per_node for rank in range(first, first + span, stride))
+            placements.add(Placement(min(nodes.values()), max(nodes.values()), len(nodes)))
+    return placements
+
+
+LAYOUTS = [*product(range(1, 14), range(1, 12), range(1, 11)), (200, 1, 6), (81, 4, 18), (97, 5, 16)]
+"""Ranks, stride and GPUs per node."""
+
+
+def test_the_slowest_groups_are_those_that_an_enumeration_of_all_groups_finds() -> None:
+    """Of two ranks four GPUs apart on nodes of six GPUs, GPUs 2 and 6 are on two nodes."""
+    for ranks, stride, per_node in LAYOUTS:
+        placements, groups = list_placements(ranks, stride, per_node), place_groups(ranks, stride, per_node)
+        assert placements.issuperset(groups), (ranks, stride, per_node)
+        is_divided = any(one.num_nodes > 1 for one in placements)
+        assert (groups.most_divided.num_nodes > 1) == is_divided, (ranks, stride, per_node)
+        if ranks > 1:
+            assert crosses_nodes(ranks * stride, per_node) == is_divided, (ranks, stride, per_node)
+
+
+@pytest.mark.parametrize("inside", ["nvlink-4", "pcie-3-x16"])
+@pytest.mark.parametrize("num_bytes", [8, 1e6, 1e10])
+def test_the_slowest_of_all_groups_decides(inside: str, num_bytes: float) -> None:
+    rates = look_up_rates(replace(MANY, intra_node_link=links[inside]))
+    for ranks, stride, per_node in product(range(2, 12), range(1, 8), (3, 4, 5, 6, 8)):
+        placements = list_placements(ranks, stride, per_node)
+        for collective in COLLECTIVES:
+            transfer = build_transfer(collective, num_bytes, ranks, stride)
+            slowest = max(
+                compute_placed_seconds(collective, num_bytes, ranks, one, 1, rates) for one in placements
+            )
+            assert compute_transfer_seconds(transfer, per_node, rates) == slowest, (ranks, stride, per_node)
+
+
+def test_a_tied_embedding_is_reduced_inside_of_a_node_at_any_distance() -> None:
+    """First and last of four stages on eight GPUs are six GPUs apart: the only such groups, on one node."""
+    layout = ss.Layout.megatron(pp=4)
+    plan = ss.Plan(ss.models["gpt2"], NODE, ss.Recipe(global_batch_size=64, seq_len=1024), layout)
+    slow = replace(NODE, inter_node_link=links["ethernet-25g"])
+    assert replace(plan, cluster=slow).step().seconds == plan.step().seconds
+
+
+def test_sharding_with_tensor_parallelism_on_nodes_of_six_waits_for_the_network() -> None:
+    """Shards four GPUs apart counted as inside a node, though the checks said that they cross."""
+    layout = ss.Layout.fsdp2(tp=4, shard=2, replicate=3)
+    cluster = replace(ss.Cluster.parse("4x6xh100-sxm-80gb"), inter_node_link=links["ethernet-25g"])
+    recipe = ss.Recipe(global_batch_size=48, seq_len=4096)
+    slow = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, layout).step()
+    # As fast as on nodes of four GPUs, where every pair of shards is on two nodes.
+    fours = replace(ss.Cluster.parse("6x4xh100-sxm-80gb"), inter_node_link=links["ethernet-25g"])
+    equal = ss.Plan(ss.models["llama-3.1-8b"], fours, recipe, layout).step()
+    assert slow.parts["gathers"] == pytest.approx(equal.parts["gathers"])
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -7,14 +7,18 @@ src/graph/tuning.cc (ncclTopoTuneModel). Numbers may be arrays of plans.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from math import log2
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache, partial
+from math import gcd, log2
+from typing import TYPE_CHECKING, NamedTuple, overload
 
-from shardscope.core.ops import any_true, cache_by_numbers, ceil_div, map_distinct, maximum, minimum, where
+import numpy as np
+
+from shardscope.core.ops import any_true, cache_by_numbers, map_distinct, maximum, minimum, where
 from shardscope.timing.rates import LinkRate, Rates
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from shardscope.timing.traffic import Collective, Transfer
 
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
@@ -29,39 +33,85 @@ _SMALL_BANDWIDTH = 0.5
 class Placement(NamedTuple):
     """Placement of a process group on nodes."""
 
-    members: int
-    """Ranks of the group per node."""
+    fewest: int
+    """Ranks of the group on the node that has the fewest: its network adapters bound the group's ring."""
+    most: int
+    """Ranks of the group on the node that has the most."""
     num_nodes: int
     """Number of nodes that the group spans."""
 
 
-def place_group(ranks: int, stride: int, gpus_per_node: int) -> Placement:
-    """Return the placement of a group whose ranks are ``stride`` GPUs apart.
+class SlowestGroups(NamedTuple):
+    """Placements of the groups of one kind that others wait for: each other group is as fast as one of them.
 
-    If the end of a node divides some groups of a kind, it is that of a divided one.
+    They differ only where nodes divide groups unequally: of groups of four ranks on nodes of six GPUs, some
+    are on one node and some on two.
     """
-    members = minimum(ranks, maximum(1, gpus_per_node // stride))
-    # A group whose first and last rank are on one node is intra-node.
-    num_nodes = where((ranks - 1) * stride < gpus_per_node, 1, ceil_div(ranks, members))
-    is_divided = _is_divided(ranks, stride, gpus_per_node)
-    # The smaller part of the first divided group: it has the fewest network adapters.
-    on_first_node = gpus_per_node % (ranks * stride)
-    fewest = maximum(1, minimum(on_first_node, ranks * stride - on_first_node) // stride)
-    return Placement(where(is_divided, fewest, members), where(is_divided, 2, num_nodes))
+
+    most_divided: Placement
+    """A group with the fewest ranks on a node, and on the most nodes."""
+    least_divided: Placement
+    """A group with the most ranks on a node: it depends most on the link inside."""
 
 
-def _is_divided(ranks: int, stride: int, gpus_per_node: int) -> bool:
-    """Return whether groups fit into a node, but not a whole number of them: some are on two nodes.
+def place_groups(ranks: int, stride: int, gpus_per_node: int) -> SlowestGroups:
+    """Return the placements of the slowest groups of ``ranks`` ranks that are ``stride`` GPUs apart.
 
-    Of groups of three ranks on nodes of five GPUs, the second one has two on one node and one on the next.
+    The groups fill the cluster: its number of GPUs is a multiple of ``ranks * stride``. 0 GPUs apart: on one
+    node.
     """
+    return map_distinct(partial(_place_groups, gpus_per_node), ranks, stride)
+
+
+@lru_cache(maxsize=2**12)
+def _place_groups(gpus_per_node: int, ranks: int, stride: int) -> SlowestGroups:
     span = ranks * stride
-    return (span < gpus_per_node) & (gpus_per_node % span > 0)
+    if stride == 0 or ranks == 1 or gpus_per_node % span == 0:
+        return _place_equally(ranks, 1)
+    if stride >= gpus_per_node:
+        return _place_equally(1, ranks)
+    if gpus_per_node % stride == 0 and span % gpus_per_node == 0:
+        return _place_equally(gpus_per_node // stride, span // gpus_per_node)
+    placements = _list_placements(gpus_per_node, ranks, stride)
+    return SlowestGroups(
+        min(placements, key=lambda one: (one.fewest, -one.num_nodes, -one.most)),
+        max(placements, key=lambda one: (one.most, one.num_nodes, -one.fewest)),
+    )
 
 
-def crosses_nodes(ranks: int, gpus_per_node: int) -> bool:
+def _place_equally(ranks_per_node: int, num_nodes: int) -> SlowestGroups:
+    placement = Placement(ranks_per_node, ranks_per_node, num_nodes)
+    return SlowestGroups(placement, placement)
+
+
+def _list_placements(gpus_per_node: int, ranks: int, stride: int) -> set[Placement]:
+    """Return the placements of all groups whose stride is shorter than a node.
+
+    The number of GPUs is a multiple of both a node and of the span of a group, so each distance between the
+    starts of a span and of a node occurs: each multiple of their greatest common divisor.
+    """
+    # The ranks per node repeat after that many ranks, so long groups are counted without their middle.
+    period = gpus_per_node // gcd(gpus_per_node, stride)
+    left_out = max(0, ranks // period - 3)
+    step = gcd(ranks * stride, gpus_per_node)
+    spans = np.arange(0, gpus_per_node, step)
+    starts = np.unique((spans[:, None] + np.arange(min(step, stride))) % gpus_per_node)
+    nodes = (starts[:, None] + stride * np.arange(ranks - left_out * period)) // gpus_per_node
+    placements = set()
+    for group in nodes:
+        counts = np.bincount(group)
+        num_nodes = len(counts) + left_out * period * stride // gpus_per_node
+        placements.add(Placement(int(counts.min()), int(counts.max()), num_nodes))
+    return placements
+
+
+@overload
+def crosses_nodes(ranks: int, gpus_per_node: int) -> bool: ...
+@overload
+def crosses_nodes(ranks: NDArray[np.int64], gpus_per_node: int) -> NDArray[np.bool_]: ...
+def crosses_nodes(ranks: int | NDArray[np.int64], gpus_per_node: int) -> bool | NDArray[np.bool_]:
     """Return whether groups of so many consecutive ranks are on several nodes, all or some of them."""
-    return place_group(ranks, 1, gpus_per_node).num_nodes > 1
+    return gpus_per_node % ranks > 0
 
 
 def compute_transfer_seconds(transfer: Transfer, gpus_per_node: int, rates: Rates) -> float:
@@ -80,37 +130,33 @@ def compute_call_seconds(
     rates: Rates,
 ) -> float:
     """Return the seconds of one collective, split into ``messages`` calls."""
-    inside, between = rates.inside, rates.between
-    placement = place_group(ranks, stride, gpus_per_node)
-    call_seconds = _compute_placed(collective, num_bytes, ranks, placement, messages, inside, between)
-    is_divided = _is_divided(ranks, stride, gpus_per_node)
-    if any_true(is_divided):
-        # All ranks of a step wait for the slowest group: one on two nodes, or one inside a node.
-        whole = _compute_placed(collective, num_bytes, ranks, Placement(ranks, 1), messages, inside, between)
-        call_seconds = where(is_divided, maximum(call_seconds, whole), call_seconds)
-    # A measured curve replaces the formula only for groups like the measured one: as many ranks, on one node.
-    if measured := rates.collectives.get(collective):
-        was_measured = (ranks == measured.ranks) & (placement.num_nodes == 1)
-        call_seconds = where(was_measured, measured.seconds(num_bytes, messages), call_seconds)
+    # All ranks of a step wait for the slowest group.
+    groups = place_groups(ranks, stride, gpus_per_node)
+    numbers = collective, num_bytes, ranks
+    call_seconds = compute_placed_seconds(*numbers, groups.most_divided, messages, rates)
+    if any_true(groups.least_divided.most > groups.most_divided.most):
+        whole = compute_placed_seconds(*numbers, groups.least_divided, messages, rates)
+        call_seconds = maximum(call_seconds, whole)
     # A product instead of ``where``: of an array of degrees, those of 1 need no collective.
     return (ranks > 1) * call_seconds
 
 
-def _compute_placed(
-    collective: Collective,
-    num_bytes: float,
-    ranks: int,
-    placement: Placement,
-    messages: float,
-    inside: LinkRate,
-    between: LinkRate,
+def compute_placed_seconds(
+    collective: Collective, num_bytes: float, ranks: int, placement: Placement, messages: float, rates: Rates
 ) -> float:
     """Return the seconds of one collective of a group with this placement."""
+    inside, between = rates.inside, rates.between
     if collective == "send":
-        return _compute_send(num_bytes, placement, inside, between)
-    if collective == "all_to_all":
-        return _compute_all_to_all(num_bytes, ranks, placement, messages, inside, between)
-    return _compute_ring_or_tree(collective, num_bytes, ranks, placement, messages, inside, between)
+        seconds = _compute_send(num_bytes, placement, inside, between)
+    elif collective == "all_to_all":
+        seconds = _compute_all_to_all(num_bytes, ranks, placement, messages, inside, between)
+    else:
+        seconds = _compute_ring_or_tree(collective, num_bytes, ranks, placement, messages, inside, between)
+    # A measured curve replaces the formula only for groups like the measured one: as many ranks, on one node.
+    if measured := rates.collectives.get(collective):
+        was_measured = (ranks == measured.ranks) & (placement.num_nodes == 1)
+        seconds = where(was_measured, measured.seconds(num_bytes, messages), seconds)
+    return seconds
 
 
 @lru_cache(maxsize=64)
@@ -130,21 +176,20 @@ def cache_calls(rates: Rates, gpus_per_node: int) -> Callable[[Collective, float
 
 def find_bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> LinkRate:
     """Return the link that bounds a transfer of one plan."""
-    placement = place_group(transfer.ranks, transfer.stride, gpus_per_node)
+    groups = place_groups(transfer.ranks, transfer.stride, gpus_per_node)
+    fewest, most = groups.most_divided.fewest, groups.least_divided.most
     inside, between = rates.inside, rates.between
-    if placement.num_nodes == 1:
+    if groups.most_divided.num_nodes == 1:
         return inside
     # A send has the same bytes on every hop. Of an all-to-all most bytes leave the node, over the rank's own
     # adapter; a ring uses the adapters of all its members on a node.
     near, across = 1.0, 1.0
-    is_divided = _is_divided(transfer.ranks, transfer.stride, gpus_per_node)
     if transfer.collective == "all_to_all":
-        near, across = placement.members - 1, transfer.ranks - placement.members
-        near = transfer.ranks - 1 if is_divided else near
+        near, across = most - 1, transfer.ranks - fewest
     elif transfer.collective != "send":
-        across = 1 / placement.members
+        across = 1 / fewest
     is_inside = near / inside.bytes_per_second > across / between.bytes_per_second
-    return inside if (placement.members > 1 or is_divided) and is_inside else between
+    return inside if most > 1 and is_inside else between
 
 
 def _compute_ring_or_tree(
@@ -159,12 +204,12 @@ def _compute_ring_or_tree(
     """Return the seconds of a ring, with one round per pass of the vector; an all-reduce may use a tree.
 
     Between nodes, a ring uses the network adapters of all its members on a node, each with its part of the
-    vector, and is at most as fast as the intra-node link.
+    vector, so the node with the fewest members bounds it; it is at most as fast as the intra-node link.
     """
     # Bandwidth: the slowest link of the ring bounds all of it.
     rounds = _ROUNDS[collective]
-    across = between.bytes_per_second * placement.members
-    crossing = where(placement.members > 1, minimum(inside.bytes_per_second, across), across)
+    across = between.bytes_per_second * placement.fewest
+    crossing = where(placement.most > 1, minimum(inside.bytes_per_second, across), across)
     speed = where(placement.num_nodes == 1, inside.bytes_per_second, crossing)
     moved = rounds * (ranks - 1) / ranks * num_bytes / speed
     # As many of the ring's steps cross between nodes as there are nodes.
@@ -174,7 +219,7 @@ def _compute_ring_or_tree(
     if collective != "all_reduce":
         return ring
     # NCCL's tree is a chain inside a node and a binary tree between nodes.
-    depth = (placement.members - 1) * inside.latency_seconds + _compute_log2(
+    depth = (placement.most - 1) * inside.latency_seconds + _compute_log2(
         placement.num_nodes
     ) * between.latency_seconds
     # Reduce up and broadcast down the tree; each rank passes on the whole vector.
@@ -195,8 +240,8 @@ def _compute_all_to_all(
     Each rank sends inter-node parts over its own network adapter, and intra-node parts at the same time.
     """
     # Each rank sends 1/ranks of its vector to every other; its own part stays.
-    away = (ranks - placement.members) / ranks * num_bytes / between.bytes_per_second
-    near = (placement.members - 1) / ranks * num_bytes / inside.bytes_per_second
+    away = (ranks - placement.fewest) / ranks * num_bytes / between.bytes_per_second
+    near = (placement.most - 1) / ranks * num_bytes / inside.bytes_per_second
     latency = where(placement.num_nodes > 1, between.latency_seconds, inside.latency_seconds)
     return maximum(where(placement.num_nodes > 1, away, 0.0), near) + messages * latency
 
@@ -208,7 +253,7 @@ def _compute_send(num_bytes: float, placement: Placement, inside: LinkRate, betw
     """
     near = num_bytes / inside.bytes_per_second + inside.latency_seconds
     across = num_bytes / between.bytes_per_second + between.latency_seconds
-    slowest = where(placement.members > 1, maximum(near, across), across)
+    slowest = where(placement.most > 1, maximum(near, across), across)
     return where(placement.num_nodes == 1, near, slowest)
 
 

@@ -288,8 +288,9 @@ def list_tied_reductions(plan: Plan, stage: Stage, num_bytes: float) -> list[Tra
     if not plan.architecture.tie_word_embeddings or plan.recipe.has_adapters or not _any_above_one(pp):
         return []
     times = (pp > 1) * (stage.is_first + stage.is_last * 1)
-    # An array may have plans of one stage, which have no distance between two copies.
-    distance = maximum(1, plan.world_size // pp * (pp - 1))
+    # These groups do not fill the cluster: the ranks of the stages between have none. On several nodes the
+    # distance is at least a node's size. An array may have plans of one stage, without a distance.
+    distance = 0 if plan.cluster.num_nodes == 1 else maximum(1, plan.world_size // pp * (pp - 1))
     return [Transfer("gradients", "all_reduce", num_bytes, 2, distance, times)]
 
 

@@ -35,7 +35,8 @@ class Transfer(NamedTuple):
     ranks: int
     """Number of ranks in the group."""
     stride: int
-    """Distance in global ranks between consecutive ranks of the group: the product of the inner degrees."""
+    """Distance in global ranks between consecutive ranks of the group: the product of the inner degrees;
+    0: all on one node, at any distance."""
     times: float
     """Number of repetitions per step."""
     num_messages: float = 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -91,7 +91,7 @@ def compute_simplicity_of_rows(
     options = np.array(
         [_num_options(one.layout) + _num_eased(one.recipe, wanted) for one in candidates], np.int64
     )
-    crosses = crosses_nodes(cast("int", ranking.column("tp")[rows]), ranking.cluster.gpus_per_node)
+    crosses = crosses_nodes(ranking.column("tp")[rows], ranking.cluster.gpus_per_node)
     degrees = ranking.num_degrees_above_one(rows) + crosses
     return RowSimplicity(effort[owners], degrees, options[owners] + degrees)
 

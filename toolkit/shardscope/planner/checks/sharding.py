@@ -89,16 +89,16 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
     fixed = find_fastest(variant for variant in candidates if case.compute_gain(variant) > NOTICEABLE)
     if fixed is None:
         return
-    few = format_count(fixed.plan.degrees.shard * fixed.plan.degrees.cp, "rank")
+    few, change = _describe_replicas(fixed.plan)
     yield Finding(
         name="sharded-too-finely",
         severity="warning",
         why=f"A layer's gather moves {part / 1e3:,.0f} kB from each of {shards} ranks; over {link.name} "
         f"({format_bandwidth(link.bandwidth_bytes_per_second)}) the latency of a message is worth "
-        f"{latency / 1e3:,.0f} kB. Sharding over {few} is "
+        f"{latency / 1e3:,.0f} kB. {few} is "
         f"{format_percent(case.compute_gain(fixed))} faster.",
         number=part,
-        change=f"replicate={fixed.plan.degrees.replicate}: shard over {few}",
+        change=change,
         plan=fixed.plan,
     )
 
@@ -122,9 +122,12 @@ def check_shards_across_nodes(case: Case) -> Iterator[Finding]:
         return
     share = case.get_share("gathers") + case.get_share("gradients")
     if "replicate" in plan.layout.choices:
-        where = "With shards inside of a node and replicas, whose gradients alone cross (HSDP)"
-        few = format_count(fixed.plan.degrees.shard * fixed.plan.degrees.cp, "rank")
-        change = f"replicate={fixed.plan.degrees.replicate}: shard over {few}"
+        where = (
+            "With shards inside of a node and replicas, whose gradients alone cross (HSDP)"
+            if fixed.plan.degrees.shard * fixed.plan.degrees.cp > 1
+            else "With replicas that are not sharded, whose gradients alone cross (as in DDP)"
+        )
+        _, change = _describe_replicas(fixed.plan)
     else:
         where = "With a copy of the weights on each node for backward"
         change = f"{HPZ}={getattr(fixed.plan.layout, HPZ)}"
@@ -140,6 +143,16 @@ def check_shards_across_nodes(case: Case) -> Iterator[Finding]:
         change=change,
         plan=fixed.plan,
     )
+
+
+def _describe_replicas(plan: Plan) -> tuple[str, str]:
+    """Return the sharding of a plan with replicas, and the setting that leads to it."""
+    replicate, shards = plan.degrees.replicate, plan.degrees.shard * plan.degrees.cp
+    if shards == 1:
+        copies = "each GPU" if plan.degrees.tp * plan.degrees.pp == 1 else "each model-parallel group"
+        return "No sharding", f"replicate={replicate}: no sharding, {copies} has a whole copy"
+    ranks = format_count(shards, "rank")
+    return f"Sharding over {ranks}", f"replicate={replicate}: shard over {ranks}"
 
 
 def _list_shards_inside_a_node(plan: Plan) -> Iterator[Change]:

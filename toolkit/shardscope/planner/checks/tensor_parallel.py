@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ def check_tensor_parallel_link(case: Case) -> Iterator[Finding]:
         return
     faster = (
         variant
-        for variant in evaluate_variants(plan, _list_changes(case))
+        for variant in evaluate_variants(plan, _list_changes(plan, list_divisors(tp)[:-1]))
         if case.compute_gain(variant) > NOTICEABLE
     )
     fixed = find_fastest(faster)
@@ -48,6 +48,7 @@ def check_tensor_parallel_link(case: Case) -> Iterator[Finding]:
     # finding.
     if fixed is None and not crosses:
         return
+    widest = None if fixed else _find_widest_inside(plan)
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
     where = f"across nodes over {link.name}" if crosses else f"over {link.name}"
     gain = (
@@ -64,35 +65,44 @@ def check_tensor_parallel_link(case: Case) -> Iterator[Finding]:
         number=100 * share,
         change=f"{_format_degrees(fixed.plan)} instead of {_format_degrees(plan)}"
         if fixed
-        else f"At most tp={_find_widest_inside(plan)}, which keeps each group on a node of "
-        f"{format_count(cluster.gpus_per_node, 'GPU')}",
+        else _describe_widest(plan, widest),
         plan=fixed.plan if fixed else None,
-        search=None if fixed else partial(_inside_nodes, plan),
+        search=None if fixed else partial(_inside_nodes, plan, widest),
     )
 
 
-def _find_widest_inside(plan: Plan) -> int:
-    """Return the largest tp below the plan's whose groups are each on one node."""
-    per_node = plan.cluster.gpus_per_node
-    return max(tp for tp in list_divisors(per_node) if tp <= plan.degrees.tp)
+def _find_widest_inside(plan: Plan) -> Plan | None:
+    """Return the valid plan with the largest tp below the plan's whose groups are each on one node, whether
+    or not it fits; None if there is none."""
+    inside = [tp for tp in list_divisors(plan.cluster.gpus_per_node) if tp < plan.degrees.tp]
+    changed = (replace_plan_fields(plan, layout=one) for _, one in _list_changes(plan, reversed(inside)))
+    return next((one for one in changed if one is not None), None)
 
 
-def _inside_nodes(plan: Plan) -> PlanChange | None:
-    """Return the best of all plans if its tensor-parallel ranks are in one node; otherwise ``plan`` with tp
-    limited to a node's GPUs, whether or not it fits."""
-    most = _find_widest_inside(plan)
+def _describe_widest(plan: Plan, widest: Plan | None) -> str:
+    gpus = format_count(plan.cluster.gpus_per_node, "GPU")
+    if widest is None:
+        return f"A tp that keeps each group on a node of {gpus}; it needs other degrees or another batch size"
+    degrees = f"tp={widest.degrees.tp}"
+    if widest.degrees.pp != plan.degrees.pp:
+        degrees += f" with pp={widest.degrees.pp}"
+    return f"At most {degrees}, which keeps each group on a node of {gpus}"
+
+
+def _inside_nodes(plan: Plan, widest: Plan | None) -> PlanChange | None:
+    """Return the best of all plans if its tensor-parallel ranks are in one node; otherwise ``widest``."""
     # The whole search first, because its plan fits. tp limited to a node may not, but is the right direction.
     change = search_change(plan)
     if change and not crosses_nodes(change.plan.degrees.tp, plan.cluster.gpus_per_node):
         return change
-    smaller = replace_plan_fields(plan, layout={"tp": most})
-    return None if smaller is None else PlanChange((f"tp={most}",), smaller)
+    return None if widest is None else PlanChange((_format_degrees(widest),), widest)
 
 
-def _list_changes(case: Case) -> Iterator[Change]:
-    """Yield smaller tp degrees, with the remaining factor moved to data parallelism or to pipeline stages."""
-    layout, tp, pp = case.plan.layout, case.plan.degrees.tp, case.plan.degrees.pp
-    for smaller in list_divisors(tp)[:-1]:
+def _list_changes(plan: Plan, degrees: Iterable[int]) -> Iterator[Change]:
+    """Yield changes to these tp degrees, with the freed ranks moved to data parallelism or to pipeline
+    stages."""
+    layout, tp, pp = plan.layout, plan.degrees.tp, plan.degrees.pp
+    for smaller in degrees:
         changed: dict[str, object] = {"tp": smaller}
         # Megatron-core rejects sequence parallelism without tensor parallelism; None lets it follow tp.
         if getattr(layout, "sequence_parallel", None) and smaller == 1:
@@ -100,7 +110,7 @@ def _list_changes(case: Case) -> Iterator[Change]:
         yield {}, changed
         # The freed factor of ranks goes to data parallelism above, which needs more memory, or to pipeline
         # stages here.
-        if "pp" in layout.choices:
+        if "pp" in layout.choices and tp % smaller == 0:
             yield {}, {**changed, "pp": pp * tp // smaller}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -101,9 +101,8 @@ def _find_fitting_rows(ranking: Ranking, micro_batch_size: int | None) -> NDArra
 
 def _find_rows_inside_a_node(ranking: Ranking) -> NDArray[np.bool_]:
     """Return whether tensor and context parallelism, which communicate in every layer, stay inside a node."""
-    consecutive = cast("int", ranking.column("tp") * ranking.column("cp"))
-    inside: NDArray[np.bool_] = np.logical_not(crosses_nodes(consecutive, ranking.cluster.gpus_per_node))
-    return inside
+    consecutive = ranking.column("tp") * ranking.column("cp")
+    return ~crosses_nodes(consecutive, ranking.cluster.gpus_per_node)
 
 
 def _find_simplest(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardscope.timing.calibration.curves import COLLECTIVES, Collective, select_rates
 from shardscope.timing.calibration.store import find_traced_rates
 from shardscope.timing.calibration.traced import MAX_CALLS, MAX_FACTOR, TracedCall, TracedRates
-from shardscope.timing.collectives import place_group
+from shardscope.timing.collectives import crosses_nodes
 from shardscope.timing.layers import PEAKS
 from shardscope.trace.analysis.collectives import CollectiveRow, find_collectives
 from shardscope.trace.analysis.plan_comparison import compare_with_plan
@@ -129,4 +129,4 @@ def _is_within_node(axis: str, ranks: int, plan: Plan) -> bool:
     stride = strides.get(axis.split("+")[0])
     if stride is None:
         return False
-    return bool(place_group(ranks, stride, plan.cluster.gpus_per_node).num_nodes == 1)
+    return not crosses_nodes(ranks * stride, plan.cluster.gpus_per_node)
