@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.requirements import needs
@@ -40,6 +42,22 @@ def open_all(path: Path, bad_rows: str = "refuse") -> FileRows:
     ).open()
     assert isinstance(rows, FileRows)
     return rows
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_files_are_read_without_a_request(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    hosts: list[object] = []
+
+    def refuse_address(host: object, *_: object, **__: object) -> list[Any]:
+        hosts.append(host)
+        raise OSError("no network")
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse_address)
+    rows = open_all(write(tmp_path / name, GOOD if name == "a.jsonl" else "prompt,completion\nWho?,Ahab\n"))
+    assert len(rows) == 1 and not hosts and not datasets.config.HF_HUB_OFFLINE
 
 
 HALF_PAIR = r'{"prompt": "x", "completion": "cut \ud83d"}'

@@ -416,7 +416,8 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     datasets.disable_progress_bars()
     # ``datasets`` would log its own traceback before our error message.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    with LOADING:
+    # Online, it would tell the Hub that a loader is used, and wait for seconds where there is no network.
+    with LOADING, _offline_datasets():
         rows: object = datasets.load_dataset(
             loader, data_files=[str(path) for path in files], split="train", streaming=streaming, **options
         )
@@ -578,7 +579,7 @@ def load_hub(field: str, name: str, *, streaming: bool) -> object:
 
 @contextmanager
 def _offline_datasets() -> Iterator[None]:
-    """Make ``datasets`` read its cache only, instead of repeating requests for 23 seconds.
+    """Make ``datasets`` read files and its cache only, instead of repeating requests for 23 seconds.
 
     It is a setting of the process: enter with :data:`LOADING` held.
     """
