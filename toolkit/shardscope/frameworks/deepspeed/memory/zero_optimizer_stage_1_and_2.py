@@ -489,20 +489,19 @@ def count_late_reduction(
     removed = most = accumulated = elements = 0
     for gradient in (*place_gradients(sizes, is_vector, options.partitions), None):
         if bucket and (gradient is None or elements + gradient.size > options.bucket_size):
-            if not options.is_contiguous:
-                # Nothing is copied out of the gradients, and nothing freed.
-                most = max(most, count_reduction_copies(bucket, options))
-                bucket, elements = [gradient] if gradient else [], gradient.size if gradient else 0
-                continue
-            in_bucket = elements if elements <= options.bucket_size else 0
-            cloned = (options.norm_width > 0) * (elements - in_bucket)
-            copies = max(cloned, count_reduction_copies(bucket, options))
-            most = max(most, copies - removed - in_bucket + accumulated)
-            has_own = options.has_own(bucket)
-            accumulated = options.accumulated if accumulated or has_own else 0
-            most = max(most, accumulated - removed - in_bucket)
-            # Gradients too large for the bucket stay autograd's tensors, if of other ranks' partitions.
-            removed += elements if has_own else in_bucket
+            copies = count_reduction_copies(bucket, options)
+            if options.is_contiguous:
+                in_bucket = elements if elements <= options.bucket_size else 0
+                cloned = (options.norm_width > 0) * (elements - in_bucket)
+                most = max(most, max(cloned, copies) - removed - in_bucket + accumulated)
+                has_own = options.has_own(bucket)
+                accumulated = options.accumulated if accumulated or has_own else 0
+                most = max(most, accumulated - removed - in_bucket)
+                # Gradients too large for the bucket stay autograd's tensors, if of other ranks' partitions.
+                removed += elements if has_own else in_bucket
+            else:
+                # Gradients stay where they are: nothing is copied out of them, and nothing freed.
+                most = max(most, copies)
             bucket, elements = [], 0
         if gradient is not None:
             bucket.append(gradient)
