@@ -20,7 +20,7 @@ from tests.soak import residue
 from tests.soak.choices import Choice, draw_choices
 from tests.soak.faults import FAULTS
 from tests.soak.report import format_report
-from tests.soak.residue import MARK, Before, find_residual_processes, find_residue_in_folder
+from tests.soak.residue import MARK, Before, find_residue_in_folder
 from tests.soak.runner import Outcome
 
 from shardscope.machine.processes import read_start_time
@@ -69,29 +69,32 @@ def describe_residue(before: Before, *ports: int) -> str:
 
 
 @pytest.fixture
-def marked_process() -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process in its own session whose environment has only the mark."""
-    process = subprocess.Popen(["sleep", "100"], env={MARK: "test/1"}, start_new_session=True)
+def earlier_process() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "100"])
     yield process
     process.kill()
     process.wait()
 
 
 def test_residual_processes_are_found_by_mark_session_and_parent(
-    marked_process: subprocess.Popen[bytes], tmp_path: Path
+    earlier_process: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     before = record_environment(tmp_path)
-    seconds_until(lambda: psutil.Process(marked_process.pid).name() == "sleep", 5)
-    assert f"a process: {marked_process.pid} (sleeping" in describe_residue(before)
-    pids = {process.pid for process in find_residual_processes("another", (marked_process.pid,), ())}
-    assert marked_process.pid in pids
-    marked_process.kill()
-    # What the product has to reap and did not is left as well; other dead orphans are buried.
-    seconds_until(lambda: psutil.Process(marked_process.pid).status() == psutil.STATUS_ZOMBIE, 5)
-    assert [process.pid for process in find_residual_processes("another", (), (marked_process.pid,))] == [
-        marked_process.pid
-    ]
-    assert find_residual_processes("another", (), ()) == []
+    # The process has its own session and an environment with nothing but the mark.
+    with subprocess.Popen(["sleep", "100"], env={MARK: before.mark}, start_new_session=True) as marked:
+        try:
+            seconds_until(lambda: psutil.Process(marked.pid).name() == "sleep", 5)
+            told = describe_residue(before)
+            assert f"a process: {marked.pid} (sleeping" in told and str(earlier_process.pid) not in told
+            other_mark = Before("another", before.scratch)
+            assert marked.pid not in {process.pid for process in other_mark.find_processes((), ())}
+            assert marked.pid in {process.pid for process in other_mark.find_processes((marked.pid,), ())}
+        finally:
+            marked.kill()
+        # What the product has to reap and did not is left as well; other dead orphans are buried.
+        seconds_until(lambda: psutil.Process(marked.pid).status() == psutil.STATUS_ZOMBIE, 5)
+        assert [process.pid for process in before.find_processes((), (marked.pid,))] == [marked.pid]
+        assert before.find_processes((), ()) == []
 
 
 def test_every_other_residue_is_reported(tmp_path: Path) -> None:

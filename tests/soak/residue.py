@@ -46,6 +46,10 @@ class Before:
     num_files: int = field(default_factory=lambda: len(_list_open_files()))
     shared: frozenset[str] = field(default_factory=lambda: frozenset(_list_unused_shared_memory()))
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    children: frozenset[psutil.Process] = field(
+        default_factory=lambda: frozenset(psutil.Process().children())
+    )
+    """Other processes of this one, say the browser of tests that ran before."""
 
     def find_residue(
         self,
@@ -56,7 +60,7 @@ class Before:
     ) -> list[str]:
         """Return descriptions of the residue, after waiting ``patience`` seconds for it to disappear.
 
-        ``sessions`` and ``own_children`` are those of :func:`find_residual_processes`.
+        ``sessions`` and ``own_children`` are those of :meth:`find_processes`.
         """
         deadline = time.monotonic() + patience
         while residue := list(self._iterate_residue(sessions, own_children, ports)):
@@ -68,7 +72,7 @@ class Before:
     def _iterate_residue(
         self, sessions: Collection[int], own_children: Collection[int], ports: Collection[int]
     ) -> Iterator[str]:
-        for process in find_residual_processes(self.mark, sessions, own_children):
+        for process in self.find_processes(sessions, own_children):
             yield f"a process: {_describe(process)}"
         for port in ports:
             if not is_free(port):
@@ -86,20 +90,23 @@ class Before:
             names = {name for name, _ in self.environment.items() ^ os.environ.items()}
             yield f"the environment: {', '.join(sorted(names))}"
 
+    def find_processes(
+        self, sessions: Collection[int], own_children: Collection[int]
+    ) -> list[psutil.Process]:
+        """Return this process's new descendants and all processes with the mark or in one of ``sessions``.
 
-def find_residual_processes(
-    mark: str, sessions: Collection[int], own_children: Collection[int]
-) -> list[psutil.Process]:
-    """Return the descendants of this process and all processes with ``mark`` or in one of ``sessions``.
-
-    ``own_children`` are those that the product itself must reap. Dead orphans are reaped here, as by init.
-    """
-    below = psutil.Process().children(recursive=True)
-    processes = {process.pid: process for process in below if not _reap_orphan(process, own_children)}
-    for process in psutil.process_iter():
-        if process.pid != os.getpid() and (_has_mark(process, mark) or _get_session(process) in sessions):
-            processes.setdefault(process.pid, process)
-    return list(processes.values())
+        ``own_children`` are those that the product itself must reap. Dead orphans are reaped here, as by
+        init.
+        """
+        new_children = [child for child in psutil.Process().children() if child not in self.children]
+        below = new_children + [process for child in new_children for process in _list_descendants(child)]
+        processes = {process.pid: process for process in below if not _reap_orphan(process, own_children)}
+        for process in psutil.process_iter():
+            if process.pid != os.getpid() and (
+                _has_mark(process, self.mark) or _get_session(process) in sessions
+            ):
+                processes.setdefault(process.pid, process)
+        return list(processes.values())
 
 
 def find_marked_processes(mark: str) -> list[psutil.Process]:
@@ -131,6 +138,13 @@ def find_residue_in_folder(folder: Path, secret: bytes = b"") -> list[str]:
 
 def _contains_secret(path: Path, secret: bytes) -> bool:
     return path.is_file() and secret in path.read_bytes()
+
+
+def _list_descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _reap_orphan(process: psutil.Process, own_children: Collection[int]) -> bool:

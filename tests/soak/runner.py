@@ -20,7 +20,6 @@ from tests.soak.residue import (
     MARK,
     Before,
     adopt_orphans,
-    find_residual_processes,
     find_residue_in_folder,
     kill_all,
 )
@@ -79,7 +78,7 @@ def _run_choice(choice: Choice, place: Path, scratch: Path) -> Outcome:
         fault.inject(first, choice.make_rng())
         since = first.started_at if fault.ends_by_itself else first.clock_started
         wait_until(lambda: all(_has_ended(launched_run) for launched_run in launched_runs), max_seconds)
-        wait_until(lambda: not find_residual_processes(mark, sessions, own_children), 5)
+        wait_until(lambda: not before.find_processes(sessions, own_children), 5)
     except StuckError as error:
         since = first.clock_started
         runs = ", ".join(repr(launched_run.run) for launched_run in launched_runs)
@@ -92,7 +91,7 @@ def _run_choice(choice: Choice, place: Path, scratch: Path) -> Outcome:
     ended = [f"{launched_run.run.status}: {launched_run.run.reason}" for launched_run in launched_runs]
     for launched_run, outcome_text in zip(launched_runs, ended, strict=True):
         wrong += _check_folder(launched_run, outcome_text, fault.expected)
-    kill_all(find_residual_processes(mark, sessions, own_children))
+    kill_all(before.find_processes(sessions, own_children))
     for launched_run in launched_runs:
         launched_run.close()
     _, _, task = choice.build_task()
