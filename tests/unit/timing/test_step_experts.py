@@ -9,7 +9,7 @@ from tests.requirements import examples
 
 import shardscope as ss
 from shardscope.core.precision import FP32, num_moments, widths
-from shardscope.frameworks.deepspeed.memory.training_state import count_elements
+from shardscope.frameworks.deepspeed.memory.element_counts import count_elements
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.stages import Stage
 from shardscope.timing.report import StepReport

@@ -19,6 +19,7 @@ from shardscope.core.errors import FieldError
 from shardscope.core.plan import Plan
 from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
+from shardscope.frameworks.deepspeed.memory.element_counts import find_swap_failure
 from shardscope.frameworks.deepspeed.memory.fp16_optimizer import count_all_reduce_copy
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
@@ -42,7 +43,6 @@ from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import
     find_first_failure,
 )
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import NvmeOptions
-from shardscope.frameworks.deepspeed.memory.training_state import find_swap_failure
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import simulate_step
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import (
     count_late_reduction,

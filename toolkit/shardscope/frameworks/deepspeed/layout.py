@@ -291,7 +291,7 @@ class ZeroLayout(Layout):
         is_open = self.offload_params_buffer_count is None or self.stage3_prefetch_bucket_size is None
         if self.offload_params != "nvme" or not is_open or isinstance(architecture, UnknownFamily):
             return self
-        from shardscope.frameworks.deepspeed.memory.training_state import find_swap_failure
+        from shardscope.frameworks.deepspeed.memory.element_counts import find_swap_failure
 
         ranks = compute_remaining_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         # Start with DeepSpeed's defaults; options that the user has set stay as they are.
@@ -318,7 +318,7 @@ class ZeroLayout(Layout):
         self, architecture: Architecture, recipe: Recipe, ranks: int, *, prefetch: int
     ) -> ZeroLayout:
         """Return the layout with enough buffers, by doubling, for all parameters all-gathered at once."""
-        from shardscope.frameworks.deepspeed.memory.training_state import find_swap_failure
+        from shardscope.frameworks.deepspeed.memory.element_counts import find_swap_failure
 
         count = self.num_params_buffers
         layout = replace(self, stage3_prefetch_bucket_size=prefetch, offload_params_buffer_count=count)
@@ -370,7 +370,7 @@ class ZeroLayout(Layout):
 
     def _check_params_buffers(self, architecture: Architecture, recipe: Recipe, ranks: int) -> None:
         """Raise ``ValueError`` if DeepSpeed's parameter swapper fails in the first step that prefetches."""
-        from shardscope.frameworks.deepspeed.memory.training_state import find_swap_failure
+        from shardscope.frameworks.deepspeed.memory.element_counts import find_swap_failure
 
         failure = find_swap_failure(architecture, recipe, self, ranks)
         if failure is None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from shardscope.core.ops import ceil_div
 from shardscope.core.precision import widths
 from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.memory.element_counts import count_expert_replicas
 from shardscope.frameworks.deepspeed.memory.partition_parameters import list_stage_tensors, split_by_decay
-from shardscope.frameworks.deepspeed.memory.training_state import count_expert_replicas
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import is_reduced_late
 from shardscope.memory.state.layer_sharding import (
     StateSharding,

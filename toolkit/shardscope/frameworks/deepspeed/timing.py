@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.layout import check_not_quantized, get_layout, get_reduction_width
+from shardscope.frameworks.deepspeed.memory.element_counts import (
+    count_elements,
+    count_expert_replicas,
+    count_reduction_buckets,
+)
 from shardscope.frameworks.deepspeed.memory.offload_config import count_nvme_bytes
 from shardscope.frameworks.deepspeed.memory.partition_parameters import FP64
-from shardscope.frameworks.deepspeed.memory.training_state import count_elements, count_expert_replicas
 from shardscope.memory.state.stages import count_vocab_rows
 from shardscope.timing.parallel import list_tied_reductions
 from shardscope.timing.traffic import Collective, Overlap, OverlappedWith, StateTraffic, Transfer
@@ -99,7 +103,7 @@ def _count_reductions(plan: Plan) -> int:
 def _list_reductions(plan: Plan, stage: Stage, groups: list[tuple[int, int, int]]) -> list[Transfer]:
     """Return the reductions of gradients, bucket by bucket, of each parameter group."""
     layout = get_layout(plan)
-    width, buckets = get_reduction_width(layout, plan.recipe), count_elements(plan, stage).buckets
+    width, buckets = get_reduction_width(layout, plan.recipe), count_reduction_buckets(plan, stage)
     overlaps_with: OverlappedWith = "nothing"
     if _overlaps_reductions(plan):
         overlaps_with = "backward" if layout.stage >= 2 else "last_backward"
@@ -318,7 +322,7 @@ def _add_host_traffic(plan: Plan, stage: Stage, traffic: StateTraffic, owned: fl
     )
     # The last micro-batch's gradients, added up, are cast on the GPU and copied in fp32.
     if layout.stage < 3:
-        buckets = count_elements(plan, stage).buckets
+        buckets = count_reduction_buckets(plan, stage)
         return traffic._replace(returned_waiting=_compute_waiting_bytes(plan, stage, buckets))
     # Stage 3 copies each reduced partition to the host and back, on one stream (``partition_grads``).
     one_way, boundary = micro_batches * half * owned, FP32 * owned

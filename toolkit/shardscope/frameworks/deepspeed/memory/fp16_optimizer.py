@@ -25,7 +25,7 @@ from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.deepspeed.memory.training_state import RankCounts
+    from shardscope.frameworks.deepspeed.memory.element_counts import RankCounts
     from shardscope.memory.state.stages import Stage
 
 ALL_REDUCE_ELEMENTS = 500_000_000

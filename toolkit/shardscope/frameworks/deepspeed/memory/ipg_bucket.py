@@ -6,11 +6,17 @@ DeepSpeed 0.19: ``average_tensor``, ``allreduce_and_scatter``, ``allreduce_bucke
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class FlatGradient(NamedTuple):
@@ -102,33 +108,33 @@ def place_gradients(
     return tuple(gradients)
 
 
+def find_bucket_ends(sizes: Sequence[int], bucket_size: int) -> list[int]:
+    """Return the index after the last gradient of each bucket; a gradient that does not fit begins one."""
+    ends = list(accumulate(sizes))
+    indices: list[int] = []
+    first = before = 0
+    while first < len(ends):
+        first = max(first + 1, bisect_right(ends, before + bucket_size, first))
+        before = ends[first - 1]
+        indices.append(first)
+    return indices
+
+
 def count_buckets(
-    gradients: Iterable[FlatGradient], bucket_size: int, *, finds_busiest: bool
+    gradients: Sequence[FlatGradient], bucket_size: int, *, finds_busiest: bool
 ) -> BucketCounts:
     """Return the buckets of ``gradients``, in the order in which they are reduced.
 
     ``finds_busiest``: count what the busiest rank of each bucket copies to the host. A bucket has consecutive
     tensors, so it belongs to few ranks, and the next all-reduce waits for them.
     """
-    number = elements = owned = overlapping = 0
-    bucket: list[FlatGradient] = []
-
-    def reduce_bucket() -> None:
-        nonlocal number, owned, overlapping
-        number += 1
-        if finds_busiest:
-            busiest = _count_of_busiest_rank(bucket)
-            owned, overlapping = owned + busiest[0], overlapping + busiest[1]
-
-    for gradient in gradients:
-        if bucket and elements + gradient.size > bucket_size:
-            reduce_bucket()
-            bucket, elements = [], 0
-        bucket.append(gradient)
-        elements += gradient.size
-    if bucket:
-        reduce_bucket()
-    return BucketCounts(number, elements, owned, overlapping)
+    ends = find_bucket_ends([gradient.size for gradient in gradients], bucket_size)
+    buckets = [gradients[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+    last = sum([gradient.size for gradient in buckets[-1]]) if buckets else 0
+    if not finds_busiest:
+        return BucketCounts(len(buckets), last)
+    owned, overlapping = zip((0, 0), *map(_count_of_busiest_rank, buckets), strict=True)
+    return BucketCounts(len(buckets), last, sum(owned), sum(overlapping))
 
 
 def _count_of_busiest_rank(bucket: Sequence[FlatGradient]) -> tuple[int, int]:
@@ -158,6 +164,62 @@ def _count_of_busiest_rank(bucket: Sequence[FlatGradient]) -> tuple[int, int]:
 def _find_largest_sum(changes: Mapping[int, int]) -> int:
     """Return the largest sum of ``changes`` up to any rank."""
     return max(accumulate(changes[rank] for rank in sorted(changes)), default=0)
+
+
+class Reduction(NamedTuple):
+    """The reduction of one bucket."""
+
+    elements: int
+    has_own: bool
+    """Whether a gradient of the bucket overlaps the rank's partitions."""
+    copies: int
+    """Temporary elements, as :func:`count_reduction_copies` returns them."""
+
+
+def list_reductions(
+    sizes: tuple[int, ...], is_vector: tuple[bool, ...], options: ReductionOptions
+) -> list[Reduction]:
+    """Return the reductions of all gradients in model order: :func:`count_reduction_copies` over arrays."""
+    sizes_of, vectors, ends = _place_in_arrays(sizes, is_vector)
+    if not len(sizes_of):
+        return []
+    starts = ends - sizes_of
+    ends_of_buckets = np.array(find_bucket_ends(sizes_of.tolist(), options.bucket_size))
+    firsts = np.concatenate(([0], ends_of_buckets[:-1]))
+    elements = np.add.reduceat(sizes_of, firsts)
+    partitions = np.where(vectors, options.partitions[1], options.partitions[0])
+    first_owner, last_owner = starts // partitions, (ends - 1) // partitions
+    has_own = np.logical_or.reduceat((first_owner <= options.rank) & (options.rank <= last_owner), firsts)
+    if options.is_contiguous:
+        # All are flattened together, or reduced in place if they belong to one rank.
+        is_copied = np.minimum.reduceat(first_owner, firsts) != np.maximum.reduceat(last_owner, firsts)
+    else:
+        is_copied = ends_of_buckets - firsts > 1
+    copies = elements * (is_copied + options.cast_width)
+    if options.is_contiguous:
+        for index in np.flatnonzero(elements > options.bucket_size):
+            # A gradient larger than the bucket is alone, and reduced slice by slice.
+            row = firsts[index]
+            gradient = FlatGradient(int(starts[row]), int(sizes_of[row]), int(partitions[row]))
+            copies[index] = count_flattened_copy([gradient], options)
+        if options.norm_width:
+            before, after = options.rank * partitions, (options.rank + 1) * partitions
+            owned = np.maximum(np.minimum(ends, after) - np.maximum(starts, before), 0)
+            np.maximum(copies, options.norm_width * np.maximum.reduceat(owned, firsts), out=copies)
+    columns = elements.tolist(), has_own.tolist(), copies.tolist()
+    return [Reduction._make(row) for row in zip(*columns, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def _place_in_arrays(
+    sizes: tuple[int, ...], is_vector: tuple[bool, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+    """Return size, kind and end in the flat buffer of each gradient with elements, as arrays."""
+    all_sizes = np.array(sizes, np.int64)
+    flags = np.array(is_vector, bool) if is_vector else np.zeros(len(sizes), bool)
+    ends = np.where(flags, np.cumsum(all_sizes * flags), np.cumsum(all_sizes * ~flags))
+    has_elements = all_sizes > 0
+    return all_sizes[has_elements], flags[has_elements], ends[has_elements]
 
 
 def count_reduction_copies(bucket: Sequence[FlatGradient], options: ReductionOptions) -> int:

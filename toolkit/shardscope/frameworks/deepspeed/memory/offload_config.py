@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.core.recipe import Recipe
-    from shardscope.frameworks.deepspeed.memory.training_state import RankCounts
+    from shardscope.frameworks.deepspeed.memory.element_counts import RankCounts
     from shardscope.memory.activations.stage_activations import StageBackward
     from shardscope.memory.state.stages import Stage
     from shardscope.memory.state.training_state import PeakCandidate, PeakTerms, TrainingState

@@ -30,7 +30,7 @@ from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.deepspeed.memory.training_state import ElementCounts, LayerPhases
+    from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, LayerPhases
     from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.activations.stage_activations import LayerKind, StageBackward
     from shardscope.memory.state.stages import Stage

@@ -38,6 +38,7 @@ from shardscope.memory.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+    from shardscope.frameworks.deepspeed.memory.element_counts import RankCounts
     from shardscope.frameworks.deepspeed.memory.parameter_offload import (
         HookEvent,
         ModuleTrace,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
         TracedModule,
     )
     from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure
-    from shardscope.frameworks.deepspeed.memory.training_state import RankCounts
     from shardscope.memory.state.stages import Stage
 
 

@@ -20,6 +20,7 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
     count_reduction_copies,
+    list_reductions,
     place_gradients,
 )
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     from shardscope.core.plan import Plan
     from shardscope.frameworks.deepspeed.layout import ZeroLayout
-    from shardscope.frameworks.deepspeed.memory.training_state import ElementCounts, RankCounts
+    from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, RankCounts
     from shardscope.memory.state.stages import Stage
 
 _TWO_GROUPS = ("adamw_8bit", "adafactor")
@@ -485,27 +486,19 @@ def count_late_reduction(
     sizes: tuple[int, ...], is_vector: tuple[bool, ...], options: ReductionOptions
 ) -> int:
     """Return the elements stage 1's reduction after backward needs above all gradients and the bucket."""
-    bucket: list[FlatGradient] = []
-    removed = most = accumulated = elements = 0
-    for gradient in (*place_gradients(sizes, is_vector, options.partitions), None):
-        if bucket and (gradient is None or elements + gradient.size > options.bucket_size):
-            copies = count_reduction_copies(bucket, options)
-            if options.is_contiguous:
-                in_bucket = elements if elements <= options.bucket_size else 0
-                cloned = (options.norm_width > 0) * (elements - in_bucket)
-                most = max(most, max(cloned, copies) - removed - in_bucket + accumulated)
-                has_own = options.has_own(bucket)
-                accumulated = options.accumulated if accumulated or has_own else 0
-                most = max(most, accumulated - removed - in_bucket)
-                # Gradients too large for the bucket stay autograd's tensors, if of other ranks' partitions.
-                removed += elements if has_own else in_bucket
-            else:
-                # Gradients stay where they are: nothing is copied out of them, and nothing freed.
-                most = max(most, copies)
-            bucket, elements = [], 0
-        if gradient is not None:
-            bucket.append(gradient)
-            elements += gradient.size
+    removed = most = accumulated = 0
+    for elements, has_own, copies in list_reductions(sizes, is_vector, options):
+        if not options.is_contiguous:
+            # Gradients stay where they are: nothing is copied out of them, and nothing freed.
+            most = max(most, copies)
+            continue
+        in_bucket = elements if elements <= options.bucket_size else 0
+        cloned = (options.norm_width > 0) * (elements - in_bucket)
+        most = max(most, max(cloned, copies) - removed - in_bucket + accumulated)
+        accumulated = options.accumulated if accumulated or has_own else 0
+        most = max(most, accumulated - removed - in_bucket)
+        # Gradients too large for the bucket stay autograd's tensors, if of other ranks' partitions.
+        removed += elements if has_own else in_bucket
     return most
 
 
