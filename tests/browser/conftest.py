@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlparse
@@ -16,15 +15,9 @@ from studio_page import TIMEOUT_MS
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Browser tests come last: playwright keeps an event loop running, in which asyncio.run() is refused.
 
-    Where workers share them, the longest file is the first: none is busy with it when the others are done.
+    Where workers share the tests, the longest file of the browser is one of the first (tests/conftest.py).
     """
-    is_shared = "PYTEST_XDIST_WORKER" in os.environ
-    items.sort(
-        key=lambda item: (
-            "browser" in item.path.parts,
-            is_shared and item.path.name != "test_main_job.py",
-        )
-    )
+    items.sort(key=lambda item: "browser" in item.path.parts)
 
 
 @pytest.fixture(scope="session")
