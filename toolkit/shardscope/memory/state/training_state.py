@@ -59,6 +59,14 @@ class PeakCandidate:
         terms = PeakTerms(activations, gather, gradients)
         return cls(fraction, activations[0], gather[0], gradients[0], lambda: terms, logits, phase)
 
+    def replace_buffers(
+        self, gather: int, gradients: int, find_terms: Callable[[], PeakTerms]
+    ) -> PeakCandidate:
+        """Return the candidate with other all-gathered parameters and gradients."""
+        return PeakCandidate(
+            self.fraction, self.activations, gather, gradients, find_terms, self.logits, self.phase
+        )
+
 
 class TrainingState(NamedTuple):
     """Bytes of one rank's training state in one framework."""

@@ -7,7 +7,6 @@ deepspeed/runtime/zero/offload_config.py (DeepSpeed 0.19), the buffers as ``deep
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -219,7 +218,7 @@ def _remove_gradient_buffer(peak: PeakCandidate, buffer_bytes: int) -> PeakCandi
         explanation = f"{format_gib(unswapped)} GiB of fp32 gradients that are not swapped, reduced so far"
         return peak.find_terms()._replace(gradients=Term(unswapped, lambda: explanation))
 
-    return replace(peak, gradients=unswapped, find_terms=find_terms)
+    return peak.replace_buffers(peak.gather, unswapped, find_terms)
 
 
 def _add_staging(peak: PeakCandidate, staging: int, stays_on_device: bool, gradients: Term) -> PeakCandidate:
@@ -233,7 +232,7 @@ def _add_staging(peak: PeakCandidate, staging: int, stays_on_device: bool, gradi
         )
 
     gradient_bytes = where(stays_on_device, peak.gradients, gradients.num_bytes)
-    return replace(peak, gather=peak.gather + staging, gradients=gradient_bytes, find_terms=find_terms)
+    return peak.replace_buffers(peak.gather + staging, gradient_bytes, find_terms)
 
 
 def _add_staging_term(term: Term, staging: int) -> Term:

@@ -9,7 +9,6 @@ backward's (runtime/zero/stage_1_and_2.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_gib
@@ -76,4 +75,4 @@ def _add_buffers(peak: PeakCandidate, num_bytes: int, explain: Callable[[int], s
         )
         return terms._replace(gather=staging)
 
-    return replace(peak, gather=peak.gather + num_bytes, find_terms=find_terms)
+    return peak.replace_buffers(peak.gather + num_bytes, peak.gradients, find_terms)
