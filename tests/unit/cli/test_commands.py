@@ -191,6 +191,7 @@ def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
         (["plan", "--model", "lama-3.1-8b"], "Nearest fix: llama-3.1-8b"),
         (["plan"], "--model llama-3.1-8b"),
         (["plan", "missing.json"], "the path of a plan.json"),
+        (["plan", "llama-3.1-8b"], "Nearest fix: --model llama-3.1-8b --cluster"),
         (["plan", "--model", "2m", "--cluster", "8xh100"], "h100"),
         (
             ["plan", "--model", "2m", "--cluster", "2xcpu", "--recipe", "seq_length=3"],

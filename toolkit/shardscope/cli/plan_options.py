@@ -223,7 +223,9 @@ def _read_stored_plan(name: str) -> Plan:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        refuse("plan", name, f"the path of a {PLAN_FILE} or its folder", "--model NAME --cluster NAME")
+        model = name if name in ss.models else "NAME"
+        fix = f"--model {model} --cluster NAME"
+        refuse("plan", name, f"the path of a {PLAN_FILE} or its folder", fix)
     return _parse_plan(str(path), content)
 
 
