@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -35,20 +37,24 @@ sys.exit(main(sys.argv[1:]))
 
 
 def run(folder: Path, *arguments: str, code: int = 0, text: str = "") -> str:
-    """Run the program in ``folder`` and check its exit code. Return its output, or the errors."""
-    done = subprocess.run(
-        [sys.executable, "-m", "shardscope.cli.main", *arguments],
-        cwd=folder,
-        input=text,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr or code == 1, done.stderr
-    assert done.returncode == code, done.stdout + done.stderr
+    """Run the program's ``main`` in ``folder`` and check its exit code. Return its output, or the errors."""
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        warnings.catch_warnings(),  # main() shows warnings in its own way
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        try:
+            ended: object = main(list(arguments))
+        except SystemExit as ending:  # of argparse
+            ended = ending.code
+    assert ended == code, output.getvalue() + errors.getvalue()
     if code == 2:
-        assert done.stdout == ""
-    return done.stdout if code == 0 else done.stderr
+        assert output.getvalue() == ""
+    return output.getvalue() if code == 0 else errors.getvalue()
 
 
 def run_json(folder: Path, *arguments: str) -> Any:
@@ -221,20 +227,9 @@ def test_export_writes_the_files_of_plan_export(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_values_end_with_2_and_the_librarys_message(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("warnings.showwarning", warnings.showwarning)  # main() replaces it
-    try:
-        code = main(arguments)
-    except SystemExit as ending:  # of argparse
-        code = ending.code
-    printed = capsys.readouterr()
-    assert code == 2 and printed.out == "" and message in printed.err
+    assert message in run(tmp_path, *arguments, code=2)
 
 
 def test_a_plan_file_of_another_encoding_is_named(tmp_path: Path) -> None:
