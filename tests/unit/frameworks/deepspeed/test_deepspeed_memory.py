@@ -25,7 +25,9 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
     count_flattened_copy,
+    count_reduction_copies,
     find_largest_copy,
+    list_reductions,
     place_gradients,
 )
 from shardscope.frameworks.deepspeed.memory.parameter_offload import TracedModel, build_traced_model
@@ -225,6 +227,44 @@ def test_the_largest_copy_equals_that_of_slicing_element_by_element(
             groups.append([])
     largest = max((sum(group) for group in groups if len(group) > 1), default=0)
     assert count_flattened_copy(gradients, options) == largest
+
+
+@settings(max_examples=examples(400))
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=10),
+    st.integers(1, 5),
+    st.integers(1, 150),
+    st.sampled_from((0, 2)),
+    st.sampled_from((0, 1, 2)),
+    st.booleans(),
+)
+def test_reductions_over_arrays_equal_those_of_single_buckets(
+    tensors: list[tuple[int, bool]], ranks: int, bucket: int, norm: int, cast: int, is_contiguous: bool
+) -> None:
+    sizes = tuple(size for size, _ in tensors)
+    is_vector = tuple(flag for _, flag in tensors)
+    matrices, vectors = (
+        max(1, -(-sum(size for size, flag in tensors if flag is kind) // ranks)) for kind in (False, True)
+    )
+    for rank in range(ranks):
+        options = ReductionOptions(
+            partitions=(matrices, vectors),
+            rank=rank,
+            overlapping=0,
+            bucket_size=bucket,
+            norm_width=norm,
+            cast_width=cast,
+            is_contiguous=is_contiguous,
+        )
+        buckets: list[list[FlatGradient]] = [[]]
+        for gradient in place_gradients(sizes, is_vector, options.partitions):
+            if buckets[-1] and sum(one.size for one in buckets[-1]) + gradient.size > bucket:
+                buckets.append([])
+            buckets[-1].append(gradient)
+        assert list_reductions(sizes, is_vector, options) == [
+            (sum(one.size for one in group), options.has_own(group), count_reduction_copies(group, options))
+            for group in buckets
+        ]
 
 
 @settings(max_examples=examples(400))
