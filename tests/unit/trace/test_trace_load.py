@@ -71,7 +71,7 @@ def test_summary_has_a_row_per_rank() -> None:
     assert all(0 < row["cpu_busy_seconds"] <= row["span_seconds"] for row in rows)
     assert all(row["gpu_busy_seconds"] == 0 and row["communication_seconds"] > 0 for row in rows)
     assert list(summary.ranks.to_frame()["rank"]) == [0, 1]
-    assert "2 ranks" in str(summary) and "Time of CPU ranks" in str(summary)
+    assert "2 ranks" in str(summary) and "on CPU ranks:" in str(summary)
 
 
 def test_busy_time_excludes_annotations(tmp_path: Path) -> None:

@@ -478,6 +478,40 @@ def test_parts_of_a_plan_beside_their_measurement(tmp_path: Path) -> None:
         assert "matmuls" in shown and "matrices" not in shown
 
 
+def test_a_bubble_that_is_predicted_is_no_difference_of_the_transfers(tmp_path: Path) -> None:
+    """A stage that waits in a receive for as long as the plan's bubble does what the plan predicts."""
+    recipe = replace(PLAN.recipe, recompute="none", global_batch_size=4)
+    plan = replace(PLAN, recipe=recipe, layout=ss.Layout.megatron(pp=2, tp=1))
+    parts = {part: max(round(1e6 * seconds), 0) for part, seconds in plan.step().parts.items()}
+    extra = parts["bubble"] // 2
+    assert extra > max(parts["pipeline_transfers"], parts["gradients"])
+    names = {
+        "matrices": "ampere_bf16_s16816gemm",
+        "attention": "void flash_fwd_kernel<Flash_fwd_kernel_traits>",
+        "optimizer": "void multi_tensor_apply_kernel<FusedAdamMathFunctor>",
+        "elementwise": "vectorized_elementwise_kernel",
+        "loss": "nll_loss_forward_reduce_cuda_kernel_2d",
+    }
+    events: Events = []
+    now = 0
+    for part, name in names.items():
+        events.append(kernel(now, now + parts[part] + extra * (part == "matrices"), name))
+        now += parts[part] + extra * (part == "matrices")
+    stages = {**ARGS, "Collective name": "recv", "Process Group Description": "PIPELINE_MODEL_PARALLEL_GROUP"}
+    wait = parts["bubble"] + parts["pipeline_transfers"]
+    events.append(kernel(now, now + wait, "ncclDevKernel_SendRecv", 20, **stages))
+    events.append(step(0, 0, now + wait))
+    text = load(tmp_path, {0: events}).compare(plan).text
+    assert "Largest difference: matmuls, " in text
+
+
+def test_idle_time_that_is_less_than_half_of_the_difference_is_not_most_of_it(tmp_path: Path) -> None:
+    events = [step(0, 0, 10_000_000), kernel(0, 4_000_000, "ampere_bf16_s16816gemm")]
+    events.append(all_reduce(4_000_000, 5_900_000, **ARGS))
+    text = load(tmp_path, {0: events, 1: [dict(event) for event in events]}).compare(PLAN).text
+    assert "idle, which a plan does not predict" in text and "Most" not in text
+
+
 def test_kernels_inside_of_a_loss_are_the_loss(tmp_path: Path) -> None:
     """Megatron's loss consists of pointwise kernels; a fused loss has the output layer's matmul inside."""
     events = [

@@ -34,6 +34,14 @@ _PART_OF_AXIS = {
     "ep": "expert_parallel",
     "pp": "pipeline_transfers",
 }
+_NOT_APART = {
+    "matrices": "recomputation",
+    "attention": "recomputation",
+    "elementwise": "recomputation",
+    "pipeline_transfers": "bubble",
+}
+"""Part -> the predicted part that its measured time includes. A trace cannot tell recomputed kernels from
+those of forward, nor a bubble from a receive."""
 _LOSS = re.compile(r"log_?softmax|nll_loss|cross_?entropy", re.IGNORECASE)
 
 
@@ -76,9 +84,7 @@ def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
     rows: list[ComparisonRow] = []
     for part in PARTS:
         predicted = report.parts[part]
-        # A trace cannot tell recomputed kernels from those of forward, nor a bubble from a receive.
-        is_apart = part not in ("recomputation", "bubble")
-        seconds = measured.get(part, 0.0) if is_apart else None
+        seconds = measured.get(part, 0.0) if part not in _NOT_APART.values() else None
         if predicted or seconds:
             rows.append({"part": part, "predicted_seconds": predicted, "measured_seconds": seconds})
     for extra in (UNKNOWN_COMMUNICATION, IDLE):
@@ -173,8 +179,20 @@ def _describe_difference(rows: list[ComparisonRow], where: str, whole: str) -> s
     known = [row for row in parts if row["measured_seconds"] is not None]
     if not known:
         return text
-    worst = max(known, key=lambda row: abs((row["measured_seconds"] or 0) - (row["predicted_seconds"] or 0)))
+    included = {row["part"]: row["predicted_seconds"] or 0.0 for row in parts}
+
+    def measure_difference(row: ComparisonRow) -> float:
+        low, seconds = row["predicted_seconds"] or 0.0, row["measured_seconds"] or 0.0
+        high = low + included.get(_NOT_APART.get(row["part"], ""), 0.0)
+        return max(low - seconds, seconds - high, 0.0)
+
+    worst = max(known, key=measure_difference)
     takes, expected = (format_seconds(worst[key] or 0.0) for key in ("measured_seconds", "predicted_seconds"))
     if worst["part"] == IDLE:
-        return f"{text} Most of the difference: {takes} idle, which a plan does not predict."
-    return f"{text} Largest difference: {format_part(worst['part'])}, {takes} where {expected} is predicted."
+        return f"{text} Largest difference: {takes} idle, which a plan does not predict."
+    other = _NOT_APART.get(worst["part"], "")
+    more = (
+        f", and {format_seconds(included[other])} of {other} that it includes" if included.get(other) else ""
+    )
+    part = format_part(worst["part"])
+    return f"{text} Largest difference: {part}, {takes} where {expected} is predicted{more}."

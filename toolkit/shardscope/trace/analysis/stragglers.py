@@ -78,9 +78,8 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
         p_value = None if p_values is None else float(p_values[number])
         is_late = p_value is not None and p_value <= SIGNIFICANCE and late_seconds >= MIN_SHARE * step_seconds
         rows.append({"rank": rank, "late_seconds": late_seconds, "p_value": p_value, "is_straggler": is_late})
-    text = _describe_stragglers(
-        rows, num_calls, step_seconds, trace.activity.has_steps, has_collectives=len(collectives) > 0
-    )
+    kinds = frozenset(row["kind"] for row in collectives)
+    text = _describe_stragglers(rows, num_calls, step_seconds, trace.activity.has_steps, kinds)
     return Stragglers(rows, text)
 
 
@@ -164,10 +163,10 @@ def _describe_stragglers(
     num_calls: int,
     step_seconds: float,
     has_steps: bool,
-    has_collectives: bool,
+    kinds: frozenset[str],
 ) -> str:
     if not num_calls:
-        return f"Stragglers: unknown, {_explain_unknown(len(rows), has_collectives)}"
+        return f"Stragglers: unknown, {_explain_unknown(len(rows), kinds)}"
     calls = "1 collective" if num_calls == 1 else f"{num_calls:,} collectives"
     latest_first = sorted(rows, key=lambda row: -row["late_seconds"])
     stragglers = [row for row in latest_first if row["is_straggler"]]
@@ -190,11 +189,13 @@ def _describe_stragglers(
     return f"Stragglers: none that is certain. {delay}), but {by_chance} Record more steps to be sure."
 
 
-def _explain_unknown(num_ranks: int, has_collectives: bool) -> str:
+def _explain_unknown(num_ranks: int, kinds: frozenset[str]) -> str:
     """Return why ranks cannot be compared, and how to record a trace in which they can."""
     if num_ranks < 2:
         return "one rank alone cannot be compared. Load the folder with the files of all ranks."
-    if has_collectives:
+    if kinds == {"send_recv"}:
+        return "only sends and receives were recorded, which ranks do not leave together."
+    if kinds:
         return "no collective was recorded on several ranks. Record the same steps on all ranks."
     return (
         "no collective was recorded. torch.profiler records those of GPUs with ProfilerActivity.CUDA, and "

@@ -15,6 +15,7 @@ from shardscope.trace.loading.merged_file import split_ranks
 from shardscope.trace.loading.processes import WorkerPool, count_processes
 from shardscope.trace.loading.rank_columns import RankColumns, get_rank
 from shardscope.trace.loading.rank_file import DecodeChunks, decode_here, read_rank
+from shardscope.trace.loading.splitting import READ_UP_TO_THERE
 
 Progress = Callable[[float], object]
 """Called with the share of the files that was read, 0 to 1. An exception that it raises ends the load."""
@@ -187,6 +188,15 @@ def list_oddities(ranks: list[RankColumns]) -> list[str]:
         where = "" if len(of) == len(ranks) else f"rank {numbers}: "
         notes.append(f"{where}{total:,} {_inflect(what, total)}")
     return notes
+
+
+def list_cut_off(ranks: list[RankColumns]) -> frozenset[int]:
+    """Return the ranks whose files end in the middle, so that events are missing."""
+    return frozenset(
+        get_rank(rank)
+        for rank in ranks
+        if any(number and what.endswith(READ_UP_TO_THERE) for what, number in rank.texts.oddities.items())
+    )
 
 
 def _inflect(what: str, number: int) -> str:

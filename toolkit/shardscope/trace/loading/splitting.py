@@ -27,6 +27,9 @@ MAX_PARTS = 8
 _MAX_BRACKETS = 1000
 _UNREADABLE_BLOCKS = f"blocks of {MAX_EVENT_BYTES // 1024**2} MiB without a readable event left out"
 
+READ_UP_TO_THERE = ", read up to there"
+"""End of the notes on files that lack events: those that end in the middle, and damaged gzip files."""
+
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions of msgspec's decoders."""
 
@@ -101,7 +104,7 @@ class EventText:
         self._rest = b""
         list_end = _find_list_end(last, is_list=not self.header)
         if list_end is None:
-            self._oddities["file that ends in the middle, read up to there"] += 1
+            self._oddities[f"file that ends in the middle{READ_UP_TO_THERE}"] += 1
             yield last
         else:
             self.footer = last[list_end + 1 :]

@@ -153,7 +153,8 @@ def _find_idle(trace: Trace, step_seconds: float) -> Iterator[Cause]:
     """Yield the causes of idle time, averaged over ranks."""
     counts = trace.activity.steps_by_rank
     on_gpu = any(rank.on_gpu for rank in trace.activity.ranks)
-    rows = compute_idle(trace, in_steps=True)
+    # Work that a file lost because it ends in the middle looks like idle time.
+    rows = [row for row in compute_idle(trace, in_steps=True) if row["rank"] not in trace.cut_off]
     for cause, reason in _IDLE_TEXTS.items():
         cause_rows = [row for row in rows if row["cause"] == cause]
         seconds = sum(row["seconds"] / counts[row["rank"]] for row in cause_rows) / max(len(cause_rows), 1)
@@ -209,10 +210,10 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
     calls = format_number_of(top["num_calls"] / num_steps[top["rank"]], "call")
     per_step = " a step" if trace.activity.has_steps else ""
     # Kernels of several streams or GPUs that run at a time add up to more than the time of compute.
-    concurrent = ", added up over kernels that run at a time" if total > 1.05 * busy else ""
+    concurrent = f", added up over {what} that run at a time" if total > 1.05 * busy else ""
     if not concurrent and compute[kind] > step_seconds and trace.activity.has_steps:
         # A kernel counts wholly to the step that launched it.
-        concurrent = ", added up over kernels, some of which outlast the step"
+        concurrent = f", added up over {what}, some of which outlast the step"
     share_text = _format_share(trace, compute[kind], step_seconds) + concurrent
     text = (
         f"{title} {what} take most compute, {share_text}; "
