@@ -133,6 +133,17 @@ def test_numbers_of_one_thing_are_equal_and_differing_ranks_are_named(tmp_path: 
     assert ", 1 call a step of " in kernels
 
 
+def test_waiting_is_a_share_of_the_calls_of_which_it_is_known(tmp_path: Path) -> None:
+    """Rank 1 stopped after one of four steps: what rank 0 waited for it in the others is unknown."""
+    ranks = make_run(num_steps=4)
+    ranks[1] = [event for event in ranks[1] if event["ts"] < 0.8]
+    # Rank 1 enters its all-reduce 100 of 200 later.
+    late = ranks[1][-1]
+    late["ts"], late["dur"] = late["ts"] + 0.1, late["dur"] - 0.1
+    (text,) = [s for s in load(tmp_path, ranks).summary().sentences if s.startswith("Exposed all-reduce")]
+    assert "33 % of their time is waiting" in text
+
+
 def test_a_rank_without_marks_has_the_steps_of_the_others(tmp_path: Path) -> None:
     """Its whole recording was taken for one step, and for the step of the job."""
     marked = load(tmp_path / "marked", make_run())

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardscope.trace.analysis.activity import DATA_LOADING, RankActivity
 from shardscope.trace.analysis.intervals import (
+    EMPTY,
     Int64s,
     Intervals,
     intersect,
@@ -197,10 +198,16 @@ def find_idle(trace: Trace, rank: RankActivity) -> dict[str, Intervals]:
     """
     whole = merge_intervals(np.array([rank.start_ns]), np.array([rank.end_ns]))
     left = gaps = subtract(whole, unite(rank.compute, rank.communication, rank.copies))
+    if not rank.on_gpu:
+        host_bound = _find_python_time(trace, rank)
+    else:
+        # A file that ends in the middle may have lost the work that ran in a gap.
+        is_cut_off = rank.rank in trace.cut_off
+        host_bound = EMPTY if is_cut_off else _find_host_bound(trace, rank, gaps)
     candidates = {
         DATA_WAIT: _find_data_loading(trace, rank),
         COLLECTIVE_WAIT: _find_host_collectives(trace, rank),
-        HOST_BOUND: _find_host_bound(trace, rank, gaps) if rank.on_gpu else _find_python_time(trace, rank),
+        HOST_BOUND: host_bound,
     }
     by_cause: dict[str, Intervals] = {}
     for cause, intervals in candidates.items():

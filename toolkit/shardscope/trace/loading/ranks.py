@@ -195,7 +195,8 @@ def list_cut_off(ranks: list[RankColumns]) -> frozenset[int]:
     return frozenset(
         get_rank(rank)
         for rank in ranks
-        if any(number and what.endswith(READ_UP_TO_THERE) for what, number in rank.texts.oddities.items())
+        if rank.texts.document.is_cut_off
+        or any(number and what.endswith(READ_UP_TO_THERE) for what, number in rank.texts.oddities.items())
     )
 
 
@@ -253,4 +254,5 @@ def list_missing_ranks(ranks: list[RankColumns]) -> list[str]:
         return []
     if len(present) == 1:
         return [f"one rank of {world_size:,}"]
-    return [f"{len(missing):,} of {world_size:,} ranks are not in the folder: {_list_numbers(missing)}"]
+    verb = "is" if len(missing) == 1 else "are"
+    return [f"{len(missing):,} of {world_size:,} ranks {verb} not in the folder: {_list_numbers(missing)}"]

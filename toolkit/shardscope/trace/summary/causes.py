@@ -88,8 +88,11 @@ def _find_exposed_communication(
             f"{_describe_ranks(calls, trace.activity.steps_by_rank)}, in "
             f"{format_number_of(row['num_calls'], 'call')}{_describe_bytes(calls)}"
         )
-        if row["skew_seconds"] is not None and row["seconds"]:
-            share = 100 * row["skew_seconds"] / row["seconds"]
+        # Only of calls that several ranks recorded: how long the others waited is unknown.
+        waits = [(call["skew_seconds"], call["seconds"]) for call in calls]
+        known = sum(seconds for skew, seconds in waits if skew is not None)
+        if known:
+            share = 100 * sum(skew for skew, _ in waits if skew is not None) / known
             text += f"; {share:.0f} % of their time is waiting for the last rank"
         note = ""
         if row["kind"] == "all_reduce" and (
