@@ -40,6 +40,17 @@ def read_notes(path: Path) -> str:
     return " | ".join(Trace.load(path).notes)
 
 
+def test_traces_of_other_tools_are_named(tmp_path: Path) -> None:
+    """JAX names no category: its kernels, on processes of devices, would be the CPU's without a word."""
+    events = [
+        make_event(name, ts, pid=pid) for name, ts, pid in (("jit", 0.0, 701), ("gemm_fusion", 20.0, 1))
+    ]
+    for event in events:
+        del event["cat"]
+    assert "no category of torch.profiler" in read_notes(write_trace(tmp_path / "jax.json", events))
+    assert "category" not in read_notes(write_trace(tmp_path / "torch.json", [make_event()]))
+
+
 def test_recorded_ranks_share_one_wall_clock() -> None:
     trace = Trace.load(FIXTURE)
     assert trace.ranks == [0, 1]

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from shardscope.trace.categories import STEP
+from shardscope.trace.categories import GPU_CATEGORIES, RUNTIME_CATEGORIES, STEP, WRAPPER_CATEGORIES
 from shardscope.trace.files import list_trace_files, refuse_file
 from shardscope.trace.loading.cache import map_rank, read_cache, read_rank_file, write_cache
 from shardscope.trace.loading.merged_file import split_ranks
@@ -22,6 +22,7 @@ Progress = Callable[[float], object]
 
 _EPOCH_NS = 10**18  # the year 2001: times above it are wall clock
 _UNNUMBERED = "file without a rank, numbered by order"
+_KNOWN_CATEGORIES = GPU_CATEGORIES | RUNTIME_CATEGORIES | WRAPPER_CATEGORIES | {"cpu_op", "Operator"}
 _MAX_LISTED = 8
 _MAX_STEPS = 100_000
 MAX_IN_MEMORY = 16
@@ -187,7 +188,15 @@ def list_oddities(ranks: list[RankColumns]) -> list[str]:
         numbers = ", ".join(str(get_rank(rank)) for rank in of[:_MAX_LISTED])
         where = "" if len(of) == len(ranks) else f"rank {numbers}: "
         notes.append(f"{where}{total:,} {_inflect(what, total)}")
+    if any(rank.texts.tracks for rank in ranks) and all(map(_is_of_another_tool, ranks)):
+        notes.append("no category of torch.profiler in the file: all work is taken for the CPU's")
     return notes
+
+
+def _is_of_another_tool(rank: RankColumns) -> bool:
+    """Return whether neither a category nor a track says that torch.profiler, or a GPU, is in a file."""
+    is_known = not _KNOWN_CATEGORIES.isdisjoint(rank.texts.categories)
+    return not is_known and all(track.kind != "gpu" for track in rank.texts.tracks)
 
 
 def list_cut_off(ranks: list[RankColumns]) -> frozenset[int]:
