@@ -310,6 +310,19 @@ def test_time_between_operators_counts_without_marks_of_steps(tmp_path: Path) ->
     assert any("600 µs (60 %) of the recording" in text for text in trace.summary().sentences)
 
 
+def test_time_in_the_request_of_a_collective_is_not_all_pythons(tmp_path: Path) -> None:
+    """A thread that is 450 of 1,000 in ``c10d::allreduce_`` before gloo begins, and 250 in Python."""
+    events = [
+        step(0, 0, 1000),
+        operator(0, 100),
+        operator(200, 700, "c10d::allreduce_"),
+        annotation(650, 750, "gloo:all_reduce", 200),
+        operator(900, 1000),
+    ]
+    text = next(s for s in load(tmp_path, {0: events}).summary().sentences if s.startswith("Between"))
+    assert "700 µs (70 %)" in text and "450 µs of it in c10d's operators" in text
+
+
 def test_kernels_of_collectives_without_a_name_are_not_compute(tmp_path: Path) -> None:
     """RCCL has one kernel for all collectives, and NCCL's SendRecv does all-to-alls, too."""
     generic, exchange = "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_SendRecv"

@@ -16,6 +16,7 @@ from shardscope.trace.analysis.breakdown import (
     BreakdownRow,
     IdleRow,
     compute_idle,
+    measure_requests,
 )
 from shardscope.trace.analysis.collectives import (
     KINDS,
@@ -174,6 +175,9 @@ def _find_idle(trace: Trace, step_seconds: float) -> Iterator[Cause]:
                 f"Between operators (Python, dispatch): {_format_share(trace, seconds, step_seconds)} on CPU "
                 "ranks"
             )
+            requests = measure_requests(trace)
+            if requests >= MIN_SHARE * step_seconds:
+                text += f", {format_seconds(requests)} of it in c10d's operators, which request collectives"
         else:
             text = f"CPU ranks idle {_format_share(trace, seconds, step_seconds)} because {reason}"
         yield {
