@@ -536,6 +536,16 @@ def test_idle_time_that_is_less_than_half_of_the_difference_is_not_most_of_it(tm
     assert "idle, which a plan does not predict" in text and "Most" not in text
 
 
+def test_a_plan_is_compared_with_the_rank_that_computes_most_in_a_step(tmp_path: Path) -> None:
+    """Rank 0 recorded four short steps, and rank 1 two long ones."""
+    ranks = {0: make_run(num_steps=4, num_ranks=1)[0], 1: []}
+    for number in range(2):
+        ranks[1] += make_step(number, 800 * number, gemm=600, exposed=150, idle=50)
+    comparison = load(tmp_path, ranks).compare(PLAN)
+    assert "on rank 1, which computes most" in comparison.text
+    assert [to_us(row["measured_seconds"] or 0) for row in comparison if row["part"] == "matrices"] == [600]
+
+
 def test_kernels_inside_of_a_loss_are_the_loss(tmp_path: Path) -> None:
     """Megatron's loss consists of pointwise kernels; a fused loss has the output layer's matmul inside."""
     events = [

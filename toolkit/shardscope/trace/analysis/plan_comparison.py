@@ -79,7 +79,14 @@ def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
     report = plan.step()
     # A plan predicts the slowest pipeline stage. Others wait for it in their collectives, so that their time
     # with communication is as long: compute alone tells which it is.
-    rank = max(trace.activity.ranks, key=lambda one: one.compute.total_ns, default=None)
+    windows = list_windows(trace)
+
+    def measure_compute(one: RankActivity) -> float:
+        # In a step: ranks may have recorded different numbers of them.
+        start, end, count = windows[one.rank]
+        return int(measure_within(one.compute, np.array([start]), np.array([end]))[0]) / count
+
+    rank = max(trace.activity.ranks, key=measure_compute, default=None)
     measured = _measure_parts(trace, plan, rank) if rank is not None else {}
     rows: list[ComparisonRow] = []
     for part in PARTS:
