@@ -141,7 +141,10 @@ def test_waiting_is_a_share_of_the_calls_of_which_it_is_known(tmp_path: Path) ->
     late = ranks[1][-1]
     late["ts"], late["dur"] = late["ts"] + 0.1, late["dur"] - 0.1
     (text,) = [s for s in load(tmp_path, ranks).summary().sentences if s.startswith("Exposed all-reduce")]
-    assert "33 % of their time is waiting" in text
+    assert "; 33 % of their time is waiting" in text
+    # The last rank to arrive may be one of the two whose files are missing.
+    some = load_ranks(tmp_path / "some", ranks, info={"world_size": 4}).summary().sentences
+    assert any("; at least 33 % of their time is waiting" in text for text in some)
 
 
 def test_a_rank_without_marks_has_the_steps_of_the_others(tmp_path: Path) -> None:

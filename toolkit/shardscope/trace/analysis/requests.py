@@ -41,6 +41,8 @@ def name_requests(trace: Trace, index: Int64s, kinds: Sequence[str]) -> list[str
         requests[rank, kind_of_name[trace.name_index[operator]]].append(operator)
     calls: dict[tuple[int, str], list[int]] = defaultdict(list)
     for position in np.argsort(trace.start_ns[index], kind="stable").tolist():
+        if trace.activity.on_gpu[index[position]]:
+            continue  # several streams run them in another order
         rank = trace.tracks[trace.track_index[index[position]]].rank
         calls[rank, kinds[position]].append(position)
     names = [""] * len(index)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from shardscope.core.number_format import format_count
 from shardscope.trace.categories import GPU_CATEGORIES, RUNTIME_CATEGORIES, STEP, WRAPPER_CATEGORIES
 from shardscope.trace.files import list_trace_files, refuse_file
 from shardscope.trace.loading.cache import map_rank, read_cache, read_rank_file, write_cache
@@ -164,7 +165,8 @@ def _check_same_job(ranks: list[RankColumns]) -> None:
         (first_size, first), (size, other) = list(sizes.items())[:2]
         refuse_file(
             other.path,
-            f"is of a job with {size:,} ranks, and {first.path.name} is of one with {first_size:,}",
+            f"is of a job with {format_count(size, 'rank')}, and {first.path.name} is of one with "
+            f"{first_size:,}",
             "keep the files of one job in the folder, or load one file",
         )
 

@@ -94,7 +94,9 @@ def _find_exposed_communication(
         known = sum(seconds for skew, seconds in waits if skew is not None)
         if known:
             share = 100 * sum(skew for skew, _ in waits if skew is not None) / known
-            text += f"; {share:.0f} % of their time is waiting for the last rank"
+            # The last one may be a rank that was not recorded.
+            least = "at least " if trace.world_size > len(trace.ranks) else ""
+            text += f"; {least}{share:.0f} % of their time is waiting for the last rank"
         note = ""
         if row["kind"] == "all_reduce" and (
             not has_known or any(call["is_reduce_scatter"] for call in calls)
