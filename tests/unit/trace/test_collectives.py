@@ -551,6 +551,37 @@ def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: 
     assert [row["late_seconds"] for row in load_ranks(tmp_path, ranks).stragglers()] == [0, 0, 0]
 
 
+def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path) -> None:
+    """Rank 0 of a 2 x 2 mesh takes 1,000 ns more in each of four layers of 20 steps: 4,000 ns a step."""
+    ranks: dict[int, Events] = {rank: [] for rank in range(4)}
+    clock, begin = dict.fromkeys(range(4), 0), 0
+
+    def reduce(groups: list[tuple[int, int]], name: str) -> None:
+        for members in groups:
+            end = max(clock[rank] for rank in members) + 100
+            named = arguments("allreduce", 8, 2, name, **{"Process Group Ranks": str(list(members))})
+            for rank in members:
+                ranks[rank].append(all_reduce(clock[rank], end, **named))
+                clock[rank] = end
+
+    for number in range(20):
+        begin = max(clock.values())
+        for _ in range(4):
+            for rank in ranks:
+                work = 4_000 + 1_000 * (rank == 0)
+                ranks[rank].append(kernel(clock[rank], clock[rank] + work))
+                clock[rank] += work
+            reduce([(0, 1), (2, 3)], "1")
+        reduce([(0, 2), (1, 3)], "2")
+        for rank in ranks:
+            ranks[rank].append(step(number, begin, max(clock.values())))
+    stragglers = load_ranks(tmp_path, ranks).stragglers()
+    late = [to_ns(row["late_seconds"]) for row in stragglers]
+    assert late[0] == 4_000
+    # Rank 1 is late for rank 3 at the end of a step because it waited for rank 0 in each layer.
+    assert max(late[1:]) < 100 and [row["is_straggler"] for row in stragglers] == [True, False, False, False]
+
+
 def test_ranks_that_cannot_be_compared_have_a_hint(tmp_path: Path) -> None:
     without = load_ranks(tmp_path / "none", {rank: [kernel(0, 100)] for rank in range(2)})
     assert "ProfilerActivity.CUDA" in without.stragglers().text

@@ -179,7 +179,8 @@ def _find_idle(trace: Trace, step_seconds: float) -> Iterator[Cause]:
             )
             requests = measure_requests(trace)
             if requests >= MIN_SHARE * step_seconds:
-                text += f", {format_seconds(requests)} of it in c10d's operators, which request collectives"
+                took = format_seconds(requests)
+                text += f", {took} of it in operators of c10d that request or await collectives"
         else:
             text = f"CPU ranks idle {_format_share(trace, seconds, step_seconds)} because {reason}"
         yield {
