@@ -113,6 +113,14 @@ def test_kernels_that_a_truncated_file_lost_are_not_blamed_on_the_host(tmp_path:
         assert not any(row["seconds"] for row in one.idle() if row["cause"] == "host-bound")
 
 
+def test_all_ranks_of_a_truncated_merged_file_are_incomplete(tmp_path: Path) -> None:
+    events = [operator(1_000 * i, 1_000 * i + 900) for i in range(100)]
+    folder = write_ranks(tmp_path / "ranks", {0: events, 1: events})
+    path = Trace.load(folder).to_chrome(tmp_path / "all.json")
+    path.write_bytes(path.read_bytes()[:-2000])
+    assert "The files of ranks 0, 1 end in the middle" in str(Trace.load(path).summary())
+
+
 def test_fault_38_one_unescaped_backslash_costs_no_other_event(tmp_path: Path) -> None:
     """torch wrote names and paths without escaping them: pytorch#98432."""
     path = write_rank(tmp_path, 0)

@@ -16,7 +16,7 @@ from shardscope.trace.loading.merged_file import split_ranks
 from shardscope.trace.loading.processes import WorkerPool, count_processes
 from shardscope.trace.loading.rank_columns import RankColumns, get_rank
 from shardscope.trace.loading.rank_file import DecodeChunks, decode_here, read_rank
-from shardscope.trace.loading.splitting import READ_UP_TO_THERE
+from shardscope.trace.loading.splitting import is_cut_off
 
 Progress = Callable[[float], object]
 """Called with the share of the files that was read, 0 to 1. An exception that it raises ends the load."""
@@ -204,10 +204,7 @@ def _is_of_another_tool(rank: RankColumns) -> bool:
 def list_cut_off(ranks: list[RankColumns]) -> frozenset[int]:
     """Return the ranks whose files end in the middle, so that events are missing."""
     return frozenset(
-        get_rank(rank)
-        for rank in ranks
-        if rank.texts.document.is_cut_off
-        or any(number and what.endswith(READ_UP_TO_THERE) for what, number in rank.texts.oddities.items())
+        get_rank(rank) for rank in ranks if rank.texts.document.is_cut_off or is_cut_off(rank.texts.oddities)
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NoReturn
 
@@ -40,6 +40,11 @@ EVENT_BOUNDARY = re.compile(rb'(?<=\})\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|
 """The comma between two events. It may also be inside of an event's arguments, which have to be checked."""
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _LIST_END = re.compile(rb'\]\s*(?=,\s*"|\}\s*$)')
+
+
+def is_cut_off(oddities: Mapping[str, int]) -> bool:
+    """Return whether notes, with their numbers, say that a file ends in the middle."""
+    return any(number and what.endswith(READ_UP_TO_THERE) for what, number in oddities.items())
 
 
 class EventText:
