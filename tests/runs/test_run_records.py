@@ -295,7 +295,7 @@ def test_a_damaged_supervisor_record_counts_as_none(record: dict[str, object], t
 
 
 def test_the_error_without_a_trace_names_both_causes(tmp_path: Path) -> None:
-    both = "recorded no trace: profile=True was not set, or it ended before the steps that are profiled"
+    both = "recorded no trace: profile=True was not set, or it ended before the profiled steps did"
     with pytest.raises(ValueError, match=both):
         _run(tmp_path, None, "stopped").trace()
 

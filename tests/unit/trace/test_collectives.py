@@ -251,6 +251,73 @@ def test_the_shapes_of_a_request_say_how_many_ranks_a_group_of_gloo_has(tmp_path
     assert ["gloo runs them" in text for text in exposed] == [" of dp: " in text for text in exposed]
 
 
+@pytest.mark.parametrize("has_shapes", [True, False])
+def test_a_group_of_one_rank_is_not_the_only_one_of_several(tmp_path: Path, has_shapes: bool) -> None:
+    """Pipeline stages of one rank each: Megatron reduces gradients, and the last stage's loss, alone."""
+    group = {"pg_name": "1", "pg_desc": "PIPELINE_MODEL_PARALLEL_GROUP", "pg_size": 2, "ranks": [0, 1]}
+
+    def shape(*sizes: int) -> dict[str, Any]:
+        return (
+            {"Input Dims": [[n] for n in sizes], "Input type": ["float"] * len(sizes)} if has_shapes else {}
+        )
+
+    ranks: dict[int, Events] = {}
+    for rank in (0, 1):
+        ranks[rank] = [
+            operator(0, 10, "c10d::allreduce_"),
+            annotation(5, 50, "gloo:all_reduce", 200, **shape(1)),
+        ]
+    ranks[1] += [
+        operator(60, 70, "_VocabParallelCrossEntropy"),
+        operator(61, 69, "c10d::allreduce_"),
+        annotation(65, 75, "gloo:all_reduce", 200, **shape(64)),
+    ]
+    if has_shapes:
+        for events in ranks.values():
+            events.append(operator(80, 90, "c10d::_reduce_scatter_base_", **shape(500, 500)))
+            events.append(annotation(85, 95, "gloo:all_reduce", 200, **shape(500)))
+    rows = load_ranks(tmp_path, ranks, info={"backend": "gloo", "pg_config": [group]}).collectives(
+        ss.Plan(PLAN.architecture, ss.Cluster.parse("2xcpu"), ss.Recipe(), ss.Layout.megatron(pp=2))
+    )
+    axes = {to_ns(row["start_seconds"]): row["axis"] for row in rows}
+    assert axes == ({5: "pp", 65: "", 85: ""} if has_shapes else {5: "pp", 65: ""})
+    assert all(row["transfer_seconds"] is None for row in rows if not row["axis"])
+
+
+def test_without_shapes_calls_are_told_apart_by_what_requested_them(tmp_path: Path) -> None:
+    """A step has many reductions of tensor-parallel activations, and one of gradients at its end."""
+    ranks, info = make_gloo_mesh(0)
+    layers, gradients = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
+    now = 1_000
+    for number in range(60):
+        groups, around = (gradients, "optimizer") if number % 20 == 19 else (layers, "LinearBackward")
+        for position, members in enumerate(groups):
+            # Ranks of a group leave within 2 ns; the other group's calls do not overlap with these.
+            begin = now + 5_000 * position
+            for rank in members:
+                ranks[rank] += [
+                    operator(begin, begin + 100, around),
+                    operator(begin + 10, begin + 90, "c10d::allreduce_"),
+                    annotation(begin + 20, begin + 2_000 + rank, "gloo:all_reduce", 200),
+                ]
+        now += 20_000
+    rows = load_ranks(tmp_path, ranks, info=info).collectives()
+    axes = [row["axis"] for row in sorted(rows, key=lambda row: row["start_seconds"]) if row["rank"] == 0]
+    assert axes == [*["tp"] * 19, "dp"] * 3
+
+
+def test_groups_that_are_as_likely_as_others_stay_unknown(tmp_path: Path) -> None:
+    """Without shapes: rank 3 enters when rank 0 has left, so either of the others may be with either."""
+    ranks, info = make_gloo_mesh(0)
+    for number in range(9):
+        for rank, events in ranks.items():
+            begin, left = ((0, 50), (0, 90), (0, 90), (60, 90))[rank]
+            now = 1_000 * number
+            events.append(annotation(now + begin, now + left, "gloo:all_reduce", 200))
+    rows = load_ranks(tmp_path, ranks, info=info).collectives()
+    assert {row["axis"] for row in rows} == {""}
+
+
 def test_messages_of_gloo_are_those_of_pipeline_stages(tmp_path: Path) -> None:
     shape = {"Input Dims": [[8]], "Input type": ["float"]}
     ranks = {
@@ -484,11 +551,53 @@ def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: 
     assert [row["late_seconds"] for row in load_ranks(tmp_path, ranks).stragglers()] == [0, 0, 0]
 
 
+def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path) -> None:
+    """Rank 0 of a 2 x 2 mesh takes 1,000 ns more in each of four layers of 20 steps: 4,000 ns a step."""
+    ranks: dict[int, Events] = {rank: [] for rank in range(4)}
+    clock, begin = dict.fromkeys(range(4), 0), 0
+
+    def reduce(groups: list[tuple[int, int]], name: str) -> None:
+        for members in groups:
+            end = max(clock[rank] for rank in members) + 100
+            named = arguments("allreduce", 8, 2, name, **{"Process Group Ranks": str(list(members))})
+            for rank in members:
+                ranks[rank].append(all_reduce(clock[rank], end, **named))
+                clock[rank] = end
+
+    for number in range(20):
+        begin = max(clock.values())
+        for _ in range(4):
+            for rank in ranks:
+                work = 4_000 + 1_000 * (rank == 0)
+                ranks[rank].append(kernel(clock[rank], clock[rank] + work))
+                clock[rank] += work
+            reduce([(0, 1), (2, 3)], "1")
+        reduce([(0, 2), (1, 3)], "2")
+        for rank in ranks:
+            ranks[rank].append(step(number, begin, max(clock.values())))
+    stragglers = load_ranks(tmp_path, ranks).stragglers()
+    late = [to_ns(row["late_seconds"]) for row in stragglers]
+    assert late[0] == 4_000
+    # Rank 1 is late for rank 3 at the end of a step because it waited for rank 0 in each layer.
+    assert max(late[1:]) < 100 and [row["is_straggler"] for row in stragglers] == [True, False, False, False]
+
+
 def test_ranks_that_cannot_be_compared_have_a_hint(tmp_path: Path) -> None:
     without = load_ranks(tmp_path / "none", {rank: [kernel(0, 100)] for rank in range(2)})
     assert "ProfilerActivity.CUDA" in without.stragglers().text
     apart = load_ranks(tmp_path / "apart", {0: [kernel(0, 100)], 1: [all_reduce(0, 100)]})
     assert apart.stragglers().text.endswith("Record the same steps on all ranks.")
+
+
+def test_messages_alone_do_not_compare_ranks(tmp_path: Path) -> None:
+    """Stages that recorded the same steps, as NCCL names the kernels of grouped sends and receives."""
+    args = arguments("coalesced", 8, 3)
+    events = [kernel(0, 10, "ncclDevKernel_SendRecv", **args)]
+    trace = load_ranks(tmp_path, dict.fromkeys(range(3), events))
+    assert {row["kind"] for row in trace.collectives()} == {"send_recv"}
+    assert {row["kind"] for row in trace.kernels()} == {"send_recv"}
+    text = trace.stragglers().text
+    assert "sends and receives" in text and "Record" not in text
 
 
 def test_two_calls_of_two_ranks_prove_nothing(tmp_path: Path) -> None:

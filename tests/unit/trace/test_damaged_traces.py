@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.requirements import sample
+from trace_events import kernel, launch, operator, write_ranks
 
 from shardscope.trace import Trace
 from shardscope.trace import files as trace_files
@@ -90,6 +91,34 @@ def test_fault_38_a_truncated_gzip_is_read_up_to_its_end(tmp_path: Path) -> None
     trace = Trace.load(tmp_path / "rank-0.json.gz")
     assert len(trace) == NUM_EVENTS
     assert "1 file that is a truncated gzip file, read up to there" in notes_of(trace)
+
+
+def test_kernels_that_a_truncated_file_lost_are_not_blamed_on_the_host(tmp_path: Path) -> None:
+    """Kineto writes operators first, then launches and kernels: a cut file has the GPU idle at its end."""
+    operators = [operator(10_000_000 * i, 10_000_000 * i + 9_000_000) for i in range(100)]
+    work = []
+    for i in range(100):
+        start = 10_000_000 * i
+        work += [launch(start, start + 5_000, i), kernel(start + 6_000, start + 9_900_000, correlation=i)]
+    path = write_ranks(tmp_path, {0: [*operators, *work]}) / "rank-0.json"
+    assert "middle" not in str(Trace.load(path).summary())
+    text = path.read_bytes()
+    path.write_bytes(text[: len(text) // 2])
+    trace = Trace.load(path)
+    # So is what was exported of it.
+    for one in (trace, Trace.load(trace.to_chrome(tmp_path / "merged.json"))):
+        sentences = one.summary().sentences
+        assert any("rank 0 ends in the middle" in sentence for sentence in sentences)
+        assert not any("host" in sentence for sentence in sentences)
+        assert not any(row["seconds"] for row in one.idle() if row["cause"] == "host-bound")
+
+
+def test_all_ranks_of_a_truncated_merged_file_are_incomplete(tmp_path: Path) -> None:
+    events = [operator(1_000 * i, 1_000 * i + 900) for i in range(100)]
+    folder = write_ranks(tmp_path / "ranks", {0: events, 1: events})
+    path = Trace.load(folder).to_chrome(tmp_path / "all.json")
+    path.write_bytes(path.read_bytes()[:-2000])
+    assert "The files of ranks 0, 1 end in the middle" in str(Trace.load(path).summary())
 
 
 def test_fault_38_one_unescaped_backslash_costs_no_other_event(tmp_path: Path) -> None:

@@ -141,6 +141,19 @@ def test_flops_come_from_the_operator_that_launched_the_kernel(tmp_path: Path) -
     assert table.tensor_core_share == pytest.approx(1000 / 1100)
 
 
+def test_a_kernel_whose_first_operator_was_not_recorded_has_a_share_of_the_peak(tmp_path: Path) -> None:
+    """A recording that begins while the GPU still works on what was launched before."""
+    events = [
+        operator(10, 90, "aten::mm", **{"Input Dims": [[64, 32], [32, 16]], "Input type": BF16}),
+        launch(20, 30, 1),
+        kernel(0, 1000, "ampere_bf16_s16816gemm_64x64"),
+        kernel(1000, 2000, "ampere_bf16_s16816gemm_64x64", correlation=1),
+    ]
+    (gemm,) = load_ranks(tmp_path, {0: events}, deviceProperties=A100).kernels()
+    peak = ss.gpus["a100-sxm-80gb"].peak_flops["bf16"]
+    assert gemm["peak_share"] == pytest.approx(gemm["tflops"] * 1e12 / peak)
+
+
 def test_sm_efficiency_is_the_share_of_multiprocessors_with_a_block(tmp_path: Path) -> None:
     """1 us with a quarter block each and 3 us with two each: a quarter and all, weighted by time."""
     events = [

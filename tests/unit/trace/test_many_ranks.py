@@ -70,6 +70,24 @@ def test_slowest_and_fastest_ranks_are_compared() -> None:
     assert choose_ranks({4: 1.0, 2: 2.0}) == [2, 4]
 
 
+def test_the_rank_that_the_others_wait_for_is_compared(tmp_path: Path) -> None:
+    """Collectives make all steps as long as the straggler's: they say nothing of which rank it is."""
+    ranks: dict[int, Events] = {}
+    for rank in range(NUM_RANKS):
+        ranks[rank] = []
+        for number in range(20):
+            begin, work = 10_000 * number, 4000 + 3000 * (rank == 23)
+            named = {"Collective name": "allreduce", "Process Group Name": "0", "Group size": NUM_RANKS}
+            ranks[rank] += [
+                step(number, begin, begin + 10_000),
+                kernel(begin, begin + work),
+                all_reduce(begin + work, begin + 9000 + rank, **named),
+            ]
+    sentences = load_ranks(tmp_path, ranks).summary().sentences
+    assert "on all of them" in sentences[0]
+    assert any(text.startswith("Stragglers: rank 23 arrives") for text in sentences)
+
+
 def test_the_summary_holds_one_rank_at_a_time_and_then_those_compared(
     trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from calibrations import LINK_BYTES_PER_SECOND, make_calibration
 from tests.requirements import few
+from trace_events import all_reduce, load_ranks, step
 
 import shardscope as ss
 from shardscope.timing.calibration.curves import select_rates
@@ -98,6 +99,28 @@ def test_recomputed_matmuls_keep_their_rate() -> None:
     plan = replace(trace.plan, recipe=replace(trace.plan.recipe, recompute="full"))
     rates = trace.measured_rates(plan)
     assert rates.matmul_speed is None and any("Recomputed" in note for note in rates.notes)
+
+
+def test_ranks_that_were_not_recorded_may_be_the_last_ones(tmp_path: Path) -> None:
+    """Two of four ranks wait for a third: their time was taken for that of the transfer."""
+    named = {
+        "Collective name": "allreduce",
+        "In msg nelems": 2**20,
+        "Out msg nelems": 2**20,
+        "Group size": 4,
+        "dtype": "BFloat16",
+        "Process Group Name": "0",
+        "Process Group Ranks": "[0, 1, 2, 3]",
+    }
+    ranks = {rank: [step(0, 0, 10**7), all_reduce(1000 * rank, 5 * 10**6, **named)] for rank in range(4)}
+    plan = ss.Plan(
+        ss.Architecture.of_size("350m"), ss.Cluster.parse("4xh100-sxm-80gb"), ss.Recipe(), ss.Layout.ddp()
+    )
+    (call,) = load_ranks(tmp_path / "all", ranks).measured_rates(plan).calls
+    assert call.num_ranks == 4
+    some = load_ranks(tmp_path / "some", {rank: ranks[rank] for rank in (0, 1)}, info={"world_size": 4})
+    with pytest.raises(ValueError, match="not all ranks were recorded"):
+        some.measured_rates(plan)
 
 
 def test_matmuls_of_a_recording_without_steps_keep_their_rate(tmp_path: Path) -> None:

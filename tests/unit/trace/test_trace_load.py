@@ -40,6 +40,17 @@ def read_notes(path: Path) -> str:
     return " | ".join(Trace.load(path).notes)
 
 
+def test_traces_of_other_tools_are_named(tmp_path: Path) -> None:
+    """JAX names no category: its kernels, on processes of devices, would be the CPU's without a word."""
+    events = [
+        make_event(name, ts, pid=pid) for name, ts, pid in (("jit", 0.0, 701), ("gemm_fusion", 20.0, 1))
+    ]
+    for event in events:
+        del event["cat"]
+    assert "no category of torch.profiler" in read_notes(write_trace(tmp_path / "jax.json", events))
+    assert "category" not in read_notes(write_trace(tmp_path / "torch.json", [make_event()]))
+
+
 def test_recorded_ranks_share_one_wall_clock() -> None:
     trace = Trace.load(FIXTURE)
     assert trace.ranks == [0, 1]
@@ -71,7 +82,7 @@ def test_summary_has_a_row_per_rank() -> None:
     assert all(0 < row["cpu_busy_seconds"] <= row["span_seconds"] for row in rows)
     assert all(row["gpu_busy_seconds"] == 0 and row["communication_seconds"] > 0 for row in rows)
     assert list(summary.ranks.to_frame()["rank"]) == [0, 1]
-    assert "2 ranks" in str(summary) and "Time of CPU ranks" in str(summary)
+    assert "2 ranks" in str(summary) and "on CPU ranks:" in str(summary)
 
 
 def test_busy_time_excludes_annotations(tmp_path: Path) -> None:

@@ -133,6 +133,20 @@ def test_numbers_of_one_thing_are_equal_and_differing_ranks_are_named(tmp_path: 
     assert ", 1 call a step of " in kernels
 
 
+def test_waiting_is_a_share_of_the_calls_of_which_it_is_known(tmp_path: Path) -> None:
+    """Rank 1 stopped after one of four steps: what rank 0 waited for it in the others is unknown."""
+    ranks = make_run(num_steps=4)
+    ranks[1] = [event for event in ranks[1] if event["ts"] < 0.8]
+    # Rank 1 enters its all-reduce 100 of 200 later.
+    late = ranks[1][-1]
+    late["ts"], late["dur"] = late["ts"] + 0.1, late["dur"] - 0.1
+    (text,) = [s for s in load(tmp_path, ranks).summary().sentences if s.startswith("Exposed all-reduce")]
+    assert "; 33 % of their time is waiting" in text
+    # The last rank to arrive may be one of the two whose files are missing.
+    some = load_ranks(tmp_path / "some", ranks, info={"world_size": 4}).summary().sentences
+    assert any("; at least 33 % of their time is waiting" in text for text in some)
+
+
 def test_a_rank_without_marks_has_the_steps_of_the_others(tmp_path: Path) -> None:
     """Its whole recording was taken for one step, and for the step of the job."""
     marked = load(tmp_path / "marked", make_run())
@@ -297,6 +311,19 @@ def test_time_between_operators_counts_without_marks_of_steps(tmp_path: Path) ->
     (cause,) = [row for row in trace.idle() if row["seconds"]]
     assert (cause["cause"], to_us(cause["seconds"])) == ("host-bound", 600)
     assert any("600 µs (60 %) of the recording" in text for text in trace.summary().sentences)
+
+
+def test_time_in_the_request_of_a_collective_is_not_all_pythons(tmp_path: Path) -> None:
+    """A thread that is 450 of 1,000 in ``c10d::allreduce_`` before gloo begins, and 250 in Python."""
+    events = [
+        step(0, 0, 1000),
+        operator(0, 100),
+        operator(200, 700, "c10d::allreduce_"),
+        annotation(650, 750, "gloo:all_reduce", 200),
+        operator(900, 1000),
+    ]
+    text = next(s for s in load(tmp_path, {0: events}).summary().sentences if s.startswith("Between"))
+    assert "700 µs (70 %)" in text and "450 µs of it in operators of c10d" in text
 
 
 def test_kernels_of_collectives_without_a_name_are_not_compute(tmp_path: Path) -> None:
@@ -476,6 +503,50 @@ def test_parts_of_a_plan_beside_their_measurement(tmp_path: Path) -> None:
     # Rows keep the names of StepReport.parts; what is shown has the names of the charts.
     for shown in (repr(result), result._repr_html_(), predicted.to_html()):
         assert "matmuls" in shown and "matrices" not in shown
+
+
+def test_a_bubble_that_is_predicted_is_no_difference_of_the_transfers(tmp_path: Path) -> None:
+    """A stage that waits in a receive for as long as the plan's bubble does what the plan predicts."""
+    recipe = replace(PLAN.recipe, recompute="none", global_batch_size=4)
+    plan = replace(PLAN, recipe=recipe, layout=ss.Layout.megatron(pp=2, tp=1))
+    parts = {part: max(round(1e6 * seconds), 0) for part, seconds in plan.step().parts.items()}
+    extra = parts["bubble"] // 2
+    assert extra > max(parts["pipeline_transfers"], parts["gradients"])
+    names = {
+        "matrices": "ampere_bf16_s16816gemm",
+        "attention": "void flash_fwd_kernel<Flash_fwd_kernel_traits>",
+        "optimizer": "void multi_tensor_apply_kernel<FusedAdamMathFunctor>",
+        "elementwise": "vectorized_elementwise_kernel",
+        "loss": "nll_loss_forward_reduce_cuda_kernel_2d",
+    }
+    events: Events = []
+    now = 0
+    for part, name in names.items():
+        events.append(kernel(now, now + parts[part] + extra * (part == "matrices"), name))
+        now += parts[part] + extra * (part == "matrices")
+    stages = {**ARGS, "Collective name": "recv", "Process Group Description": "PIPELINE_MODEL_PARALLEL_GROUP"}
+    wait = parts["bubble"] + parts["pipeline_transfers"]
+    events.append(kernel(now, now + wait, "ncclDevKernel_SendRecv", 20, **stages))
+    events.append(step(0, 0, now + wait))
+    text = load(tmp_path, {0: events}).compare(plan).text
+    assert "Largest difference: matmuls, " in text
+
+
+def test_idle_time_that_is_less_than_half_of_the_difference_is_not_most_of_it(tmp_path: Path) -> None:
+    events = [step(0, 0, 10_000_000), kernel(0, 4_000_000, "ampere_bf16_s16816gemm")]
+    events.append(all_reduce(4_000_000, 5_900_000, **ARGS))
+    text = load(tmp_path, {0: events, 1: [dict(event) for event in events]}).compare(PLAN).text
+    assert "idle, which a plan does not predict" in text and "Most" not in text
+
+
+def test_a_plan_is_compared_with_the_rank_that_computes_most_in_a_step(tmp_path: Path) -> None:
+    """Rank 0 recorded four short steps, and rank 1 two long ones."""
+    ranks = {0: make_run(num_steps=4, num_ranks=1)[0], 1: []}
+    for number in range(2):
+        ranks[1] += make_step(number, 800 * number, gemm=600, exposed=150, idle=50)
+    comparison = load(tmp_path, ranks).compare(PLAN)
+    assert "on rank 1, which computes most" in comparison.text
+    assert [to_us(row["measured_seconds"] or 0) for row in comparison if row["part"] == "matrices"] == [600]
 
 
 def test_kernels_inside_of_a_loss_are_the_loss(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def why_no_trace(name: str, status: str, task_fields: Mapping[str, object] | Non
             "and run.trace() a few steps later."
         )
     return (
-        f"The run {name} recorded no trace: profile=True was not set, or it ended before the steps that are "
-        "profiled. Nearest fix: run.profile() while it runs, profile=True in ss.Finetune or ss.Pretrain, or "
+        f"The run {name} recorded no trace: profile=True was not set, or it ended before the profiled steps "
+        "did. Nearest fix: run.profile() while it runs, profile=True in ss.Finetune or ss.Pretrain, or "
         "in a task of your own `with ctx.profile(): ...`."
     )
 

@@ -128,6 +128,7 @@ def _describe_ranks(trace: Trace, threads: Threads) -> list[MergedRank]:
                 for device in devices
                 if isinstance(device, int) and rank in trace.device_names
             },
+            is_cut_off=rank in trace.cut_off,
         )
         ranks.append(MergedRank(document=document, threads=tracks + others))
     return ranks

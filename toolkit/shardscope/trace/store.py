@@ -22,6 +22,7 @@ from shardscope.trace.loading.chunks import INSTANT
 from shardscope.trace.loading.rank_columns import RankColumns, get_rank
 from shardscope.trace.loading.ranks import (
     Progress,
+    list_cut_off,
     list_missing_ranks,
     list_missing_steps,
     list_oddities,
@@ -142,6 +143,8 @@ class Trace:
         }
         self.device_names = _find_device_names(known_devices, self.tracks)
         """Name of each rank's GPU, as the driver spells it; ranks without one are left out."""
+        self.cut_off = list_cut_off(ranks)
+        """Ranks whose files end in the middle: work that is missing there counts as idle time."""
         notes += [*list_oddities(ranks), *list_missing_ranks(ranks), *list_missing_steps(ranks)]
         if not len(self):
             notes.append("no slices: the profiler recorded nothing in its active steps")

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardscope.trace.analysis.activity import DATA_LOADING, RankActivity
 from shardscope.trace.analysis.intervals import (
+    EMPTY,
     Int64s,
     Intervals,
     intersect,
@@ -34,6 +35,7 @@ MAX_LAUNCH_LATENCY_NS = 200_000
 """Longest time from the end of a launch to its work that counts as the launch's: kernels take a few
 microseconds, CUDA graphs up to 0.2 ms. Work that begins later waited for something on the GPU."""
 
+_REQUESTS = re.compile(r"c10d::|_c10d_functional::")
 _BARRIERS = re.compile(r"^c10d::(?:monitored_)?barrier")
 
 MIN_STEPS_FOR_OUTLIERS = 5
@@ -197,10 +199,16 @@ def find_idle(trace: Trace, rank: RankActivity) -> dict[str, Intervals]:
     """
     whole = merge_intervals(np.array([rank.start_ns]), np.array([rank.end_ns]))
     left = gaps = subtract(whole, unite(rank.compute, rank.communication, rank.copies))
+    if not rank.on_gpu:
+        host_bound = _find_python_time(trace, rank)
+    else:
+        # A file that ends in the middle may have lost the work that ran in a gap.
+        is_cut_off = rank.rank in trace.cut_off
+        host_bound = EMPTY if is_cut_off else _find_host_bound(trace, rank, gaps)
     candidates = {
         DATA_WAIT: _find_data_loading(trace, rank),
         COLLECTIVE_WAIT: _find_host_collectives(trace, rank),
-        HOST_BOUND: _find_host_bound(trace, rank, gaps) if rank.on_gpu else _find_python_time(trace, rank),
+        HOST_BOUND: host_bound,
     }
     by_cause: dict[str, Intervals] = {}
     for cause, intervals in candidates.items():
@@ -254,6 +262,25 @@ def _find_python_time(trace: Trace, rank: RankActivity) -> Intervals:
         return merge_intervals(np.array([rank.start_ns]), np.array([rank.end_ns]))
     inside = ~activity.on_gpu[index]
     return merge_intervals(trace.start_ns[index][inside], activity.end_ns[index][inside])
+
+
+def measure_requests(trace: Trace) -> float:
+    """Return a step's idle seconds in which a thread requests a collective, averaged over ranks.
+
+    For CPU ranks: their host-bound time is "between operators", but c10d's operators may take most of it.
+    """
+    activity, total = trace.activity, 0.0
+    is_request = activity.mask_names(_REQUESTS, "match")
+    for rank in activity.ranks:
+        start, end = rank.start_ns, rank.end_ns
+        if rank.steps:
+            start, end = rank.steps[0].start_ns, rank.steps[-1].end_ns
+        own = np.flatnonzero(is_request[rank.index]) + rank.index.start
+        requests = merge_intervals(trace.start_ns[own], activity.end_ns[own])
+        idle = intersect(find_idle(trace, rank)[HOST_BOUND], requests)
+        (inside,) = measure_within(idle, np.array([start]), np.array([end])).tolist()
+        total += inside / 1e9 / activity.steps_by_rank[rank.rank]
+    return total / max(len(activity.ranks), 1)
 
 
 def _find_next_track(trace: Trace, rank: RankActivity, time_ns: int) -> str:

@@ -14,11 +14,12 @@ from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.groups import GroupFinder, Times, infer_groups, list_families
 from shardscope.trace.analysis.intervals import Int64s, find_exclusive_parts, measure_within
 from shardscope.trace.analysis.operator_costs import find_element_bytes
+from shardscope.trace.analysis.requests import name_requests
 from shardscope.trace.arguments import CollectiveArgs, ShapeArgs, decode_arguments, read_shapes, read_texts
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from shardscope.core.plan import Plan
     from shardscope.trace.store import Trace
@@ -311,7 +312,7 @@ def find_gloo_note(trace: Trace) -> str:
         or any(map(_RUN_REDUCE_SCATTER.match, trace.names))
     ):
         return ""
-    return "Reduce-scatters, such as FSDP2's, are among the all-reduces: gloo runs them as all-reduces."
+    return "Reduce-scatters are among the all-reduces: gloo runs them as all-reduces."
 
 
 def find_bus_factor(kind: str, num_ranks: int) -> float | None:
@@ -351,9 +352,14 @@ def find_call_kinds(trace: Trace, index: Int64s) -> list[str]:
         annotation = ""
         if not args.collective:
             args, annotation, _ = _read_operators_around(trace, int(index[position]))
-        if args.collective or annotation:
-            kinds[position] = name_kind(args.collective or annotation)
+        kinds[position] = _choose_kind(kinds[position], annotation, args.collective)
     return kinds
+
+
+def _choose_kind(*texts: str) -> str:
+    """Return the kind in the last text that has one; "coalesced" has none."""
+    kinds = [kind for text in texts if text and (kind := name_kind(text)) != UNKNOWN_KIND]
+    return kinds[-1] if kinds else UNKNOWN_KIND
 
 
 def _list_calls(trace: Trace, finder: GroupFinder) -> list[_Call]:
@@ -371,9 +377,8 @@ def _list_calls(trace: Trace, finder: GroupFinder) -> list[_Call]:
         dims: ShapeArgs | None = None
         if not args.collective:
             args, annotation, dims = _read_operators_around(trace, position)
-            call.kind = name_kind(annotation) if annotation else call.kind
-        if args.collective:
-            call.kind = name_kind(args.collective)
+            call.kind = _choose_kind(call.kind, annotation)
+        call.kind = _choose_kind(call.kind, args.collective)
         _set_group(finder, call, args)
         _set_bytes(call, args, dims)
         calls.append(call)
@@ -451,9 +456,9 @@ def _infer_groups(trace: Trace, calls: list[_Call]) -> None:
             by_size[call.kind, call.elements][call.rank].append(call)
     sizes = _find_group_sizes(trace, by_size)
     times = {key: _list_times(trace, by_rank) for key, by_rank in by_size.items()}
-    for key, by_rank in by_size.items():
+    for key, by_rank in _split_by_request(trace, calls, by_size, sizes):
         size = sizes.get(key)
-        joined = times[key]
+        joined = times[key] if size is not None else _list_times(trace, by_rank)
         if size is not None:
             for call in (call for rank_calls in by_rank.values() for call in rank_calls):
                 call.is_reduce_scatter = call.kind == "all_reduce"
@@ -470,10 +475,50 @@ def _infer_groups(trace: Trace, calls: list[_Call]) -> None:
         groups = infer_groups(joined, families, size)
         for rank, rank_calls in by_rank.items():
             for call in rank_calls:
+                _leave_group_of_others(call, size, by_rank.keys(), trace.ranks)
                 if call.group_ranks is None and rank in groups:
                     call.group_ranks, call.group_size = groups[rank], len(groups[rank])
                 elif call.group_ranks is None:
                     call.group_size = size or call.group_size
+
+
+def _split_by_request(
+    trace: Trace,
+    calls: list[_Call],
+    by_size: Mapping[tuple[str, int], Mapping[int, list[_Call]]],
+    sizes: Mapping[tuple[str, int], int],
+) -> Iterator[tuple[tuple[str, int], Mapping[int, list[_Call]]]]:
+    """Yield calls that are in groups of one kind, such as all tensor-parallel ones, with kind and elements.
+
+    Calls of one size whose group has an unknown number of ranks are divided by their requests: without
+    recorded shapes, activations and gradients have the same kind and "size".
+    """
+    index = np.array([call.index for call in calls], np.int64)
+    names = name_requests(trace, index, [call.kind for call in calls])
+    requests = dict(zip(index.tolist(), names, strict=True))
+    for key, by_rank in by_size.items():
+        if key in sizes:
+            yield key, by_rank
+            continue
+        by_request: dict[str, dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
+        for rank, rank_calls in by_rank.items():
+            for call in rank_calls:
+                by_request[requests[call.index]][rank].append(call)
+        for part in by_request.values():
+            yield key, part
+
+
+def _leave_group_of_others(
+    call: _Call, size: int | None, callers: Collection[int], recorded: Collection[int]
+) -> None:
+    """Correct the group of a call without a name, which was taken for the only one with several ranks.
+
+    Frameworks also make groups of one rank, such as Megatron's of each axis that is not divided. ``size`` is
+    the group's number of ranks, if known, and ``callers`` are the ranks that made such calls.
+    """
+    ranks = call.group_ranks or ()
+    if len(ranks) > 1 and (size == 1 or any(rank in recorded and rank not in callers for rank in ranks)):
+        call.group_ranks, call.group_size = (call.rank,), 1
 
 
 def _list_times(trace: Trace, calls: Mapping[int, list[_Call]]) -> dict[int, Times]:

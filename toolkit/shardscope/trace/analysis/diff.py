@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, get_type_hints
 import numpy as np
 
 from shardscope.timing.report import format_seconds
-from shardscope.trace.analysis.breakdown import find_idle
+from shardscope.trace.analysis.breakdown import OTHER, find_idle
 from shardscope.trace.analysis.collectives import measure_step
 from shardscope.trace.analysis.intervals import measure_within
 from shardscope.trace.analysis.kernels import find_kinds, list_kinds, measure_work_ns, shorten_name
@@ -140,9 +140,16 @@ def _describe_differences(rows: list[DiffRow], trace: Trace, other: Trace) -> st
     if not named:
         return f"{text} No kernel, collective or gap differs by more than 1 % of the {wholes[0]}."
     parts = [
-        f"{shorten_name(row['name'])} ({row['kind'].replace('_', '-')}) "
+        f"{_name_row(row)} "
         f"{format_seconds(abs(row['difference_seconds']))} "
         f"{'more' if row['difference_seconds'] > 0 else 'less'}"
         for row in named
     ]
     return f"{text} Largest differences there: {', '.join(parts)}."
+
+
+def _name_row(row: DiffRow) -> str:
+    """Return the name of a row with its class: ``aten::mm (matmul)``, ``idle time (host-bound)``."""
+    if row["kind"] == IDLE:
+        return f"idle time ({'other cause' if row['name'] == OTHER else row['name']})"
+    return f"{shorten_name(row['name'])} ({row['kind'].replace('_', '-')})"

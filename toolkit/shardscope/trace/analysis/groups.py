@@ -35,7 +35,7 @@ def find_axis(ranks: tuple[int, ...] | None, description: str, degrees: Degrees 
             return axis
     if degrees is None:
         return ""
-    if ranks is not None and len(ranks) > 1:
+    if ranks is not None:
         return _compare_coordinates(ranks, degrees)
     sizes = {"tp": degrees.tp, "cp": degrees.cp, "dp": degrees.data_parallel, "pp": degrees.pp}
     several = [axis for axis, size in sizes.items() if size > 1]
@@ -112,6 +112,8 @@ class Times(NamedTuple):
 Ranks = tuple[int, ...]
 MIN_OVERLAP = 0.98
 """Minimum share of calls that overlap in time on all ranks of a group."""
+MIN_SPREAD_RATIO = 1.5
+"""Minimum ratio of the spread of other groups of the same size to that of the chosen ones."""
 MAX_SPREAD_RATIO = 5.0
 """Maximum ratio of the spread, when ranks leave a call, of a chosen group to that of the best one."""
 
@@ -142,20 +144,25 @@ def infer_groups(
 
     Ranks of one collective are inside it at the same time and leave it together. This holds for the true
     group and for smaller ones inside it, but hardly ever for others: the largest such group is chosen.
-    ``families`` are sorted from large groups to small ones. ``size`` is the number of ranks of a group, if
-    known: of these groups, the one is chosen whose ranks leave most closely together.
+    ``size`` is the number of ranks of a group, if known. Of groups of one size, the one is chosen whose ranks
+    leave most closely together; without a known size, only if they do so by far.
     """
     if size is not None:
         # Others may be in their calls at the same times: tensor-parallel ranks reduce their gradients
         # together, each with its own data-parallel group.
         families = [family for family in families if len(family[0]) == size]
-        families.sort(key=lambda family: _measure_spread(times, family) or float("inf"))
-    spreads = [_measure_spread(times, family) for family in families]
-    possible = [spread for spread in spreads if spread is not None]
-    for family, spread in zip(families, spreads, strict=True):
-        if spread is not None and spread <= MAX_SPREAD_RATIO * min(possible):
-            return {rank: ranks for ranks in family for rank in ranks}
-    return {}
+    measured = [(_measure_spread(times, family), family) for family in families]
+    possible = [(spread, family) for spread, family in measured if spread is not None]
+    least = min((spread for spread, _ in possible), default=0.0)
+    possible = [(spread, family) for spread, family in possible if spread <= MAX_SPREAD_RATIO * least]
+    if not possible:
+        return {}
+    largest = max(len(family[0]) for _, family in possible)
+    same_size = sorted((one for one in possible if len(one[1][0]) == largest), key=lambda one: one[0])
+    (spread, family), *others = same_size
+    if size is None and others and others[0][0] < MIN_SPREAD_RATIO * spread:
+        return {}  # as likely of either: of tensor-parallel pairs as of data-parallel ones
+    return {rank: ranks for ranks in family for rank in ranks}
 
 
 def _measure_spread(times: Mapping[int, Times], family: list[Ranks]) -> float | None:

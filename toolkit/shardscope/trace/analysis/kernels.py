@@ -291,6 +291,11 @@ def find_kernels(trace: Trace, *, in_steps: bool = False) -> Kernels:
         sums, known_ns = add_up(values), add_up(np.where(is_known, own, 0))
         return [float(sums[i] / known_ns[i]) if known_ns[i] else None for i in range(len(unique))]
 
+    # The type of the first call that is known: the very first may have no recorded operator.
+    precision_of: dict[int, str] = {}
+    for number, precision in zip(group.tolist(), precisions, strict=True):
+        if precision:
+            precision_of.setdefault(number, precision)
     own = work[index]
     counts, total = np.bincount(group, minlength=len(unique)), add_up(own)
     rates, speeds = divide_by_time(flops, flops > 0), divide_by_time(moved, moved > 0)
@@ -321,7 +326,7 @@ def find_kernels(trace: Trace, *, in_steps: bool = False) -> Kernels:
         tensor_cores = bool(TENSOR_CORE.search(name)) if may_use else None
         rate, speed = (None if value is None else value * 1e9 for value in (rates[number], speeds[number]))
         occupied = occupancies[number]
-        peak = _find_peak(gpu, precisions[first[number]], bool(tensor_cores))
+        peak = _find_peak(gpu, precision_of.get(number, ""), bool(tensor_cores))
         is_copy = bool(activity.is_copy[slice_index])
         bandwidth = gpu.memory_bandwidth_bytes_per_second if gpu and not is_copy else None
         far = int(longest[number])

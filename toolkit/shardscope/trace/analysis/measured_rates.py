@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -69,10 +69,12 @@ def _measure_matmul_speed(trace: Trace, plan: Plan, notes: list[str]) -> float |
 def _list_calls(trace: Trace, plan: Plan, notes: list[str]) -> list[TracedCall]:
     """Return the collectives of groups within a node, by axis, kind, group and size."""
     groups: dict[tuple[str, Collective, int, int], dict[int, float]] = defaultdict(dict)
-    num_unknown = num_across = 0
+    num_unknown = num_across = num_partial = 0
+    collectives = find_collectives(trace, plan)
+    recorded = Counter(row["call"] for row in collectives)
     # Each rank reads its vector at least once. gloo's annotations can end before the transfer does.
     fastest = select_rates(plan.cluster).memory_bytes_per_second or float("inf")
-    for row in find_collectives(trace, plan):
+    for row in collectives:
         collective = _COLLECTIVE_OF_KIND.get(row["kind"])
         if collective is None:
             continue
@@ -80,6 +82,8 @@ def _list_calls(trace: Trace, plan: Plan, notes: list[str]) -> list[TracedCall]:
         size = row["num_bytes"]
         if ranks is None or not transfer or not size or size / transfer > fastest:
             num_unknown += 1
+        elif recorded[row["call"]] < ranks:
+            num_partial += 1  # the last rank to arrive may be another one: all of these may have waited
         elif not _is_within_node(row["axis"], ranks, plan):
             num_across += 1
         else:
@@ -87,6 +91,8 @@ def _list_calls(trace: Trace, plan: Plan, notes: list[str]) -> list[TracedCall]:
             groups[row["axis"], collective, ranks, size][row["call"]] = transfer
     if num_across:
         notes.append(f"{num_across:,} collectives cross nodes, whose link keeps its rate.")
+    if num_partial:
+        notes.append(f"{num_partial:,} collectives of which not all ranks were recorded are left out.")
     if num_unknown:
         notes.append(
             f"{num_unknown:,} collectives without known bytes or ranks, or with an impossible time, are left "

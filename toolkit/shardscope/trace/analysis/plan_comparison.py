@@ -34,6 +34,14 @@ _PART_OF_AXIS = {
     "ep": "expert_parallel",
     "pp": "pipeline_transfers",
 }
+_NOT_APART = {
+    "matrices": "recomputation",
+    "attention": "recomputation",
+    "elementwise": "recomputation",
+    "pipeline_transfers": "bubble",
+}
+"""Part -> the predicted part that its measured time includes. A trace cannot tell recomputed kernels from
+those of forward, nor a bubble from a receive."""
 _LOSS = re.compile(r"log_?softmax|nll_loss|cross_?entropy", re.IGNORECASE)
 
 
@@ -71,14 +79,19 @@ def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:
     report = plan.step()
     # A plan predicts the slowest pipeline stage. Others wait for it in their collectives, so that their time
     # with communication is as long: compute alone tells which it is.
-    rank = max(trace.activity.ranks, key=lambda one: one.compute.total_ns, default=None)
+    windows = list_windows(trace)
+
+    def measure_compute(one: RankActivity) -> float:
+        # In a step: ranks may have recorded different numbers of them.
+        start, end, count = windows[one.rank]
+        return int(measure_within(one.compute, np.array([start]), np.array([end]))[0]) / count
+
+    rank = max(trace.activity.ranks, key=measure_compute, default=None)
     measured = _measure_parts(trace, plan, rank) if rank is not None else {}
     rows: list[ComparisonRow] = []
     for part in PARTS:
         predicted = report.parts[part]
-        # A trace cannot tell recomputed kernels from those of forward, nor a bubble from a receive.
-        is_apart = part not in ("recomputation", "bubble")
-        seconds = measured.get(part, 0.0) if is_apart else None
+        seconds = measured.get(part, 0.0) if part not in _NOT_APART.values() else None
         if predicted or seconds:
             rows.append({"part": part, "predicted_seconds": predicted, "measured_seconds": seconds})
     for extra in (UNKNOWN_COMMUNICATION, IDLE):
@@ -173,8 +186,20 @@ def _describe_difference(rows: list[ComparisonRow], where: str, whole: str) -> s
     known = [row for row in parts if row["measured_seconds"] is not None]
     if not known:
         return text
-    worst = max(known, key=lambda row: abs((row["measured_seconds"] or 0) - (row["predicted_seconds"] or 0)))
+    included = {row["part"]: row["predicted_seconds"] or 0.0 for row in parts}
+
+    def measure_difference(row: ComparisonRow) -> float:
+        low, seconds = row["predicted_seconds"] or 0.0, row["measured_seconds"] or 0.0
+        high = low + included.get(_NOT_APART.get(row["part"], ""), 0.0)
+        return max(low - seconds, seconds - high, 0.0)
+
+    worst = max(known, key=measure_difference)
     takes, expected = (format_seconds(worst[key] or 0.0) for key in ("measured_seconds", "predicted_seconds"))
     if worst["part"] == IDLE:
-        return f"{text} Most of the difference: {takes} idle, which a plan does not predict."
-    return f"{text} Largest difference: {format_part(worst['part'])}, {takes} where {expected} is predicted."
+        return f"{text} Largest difference: {takes} idle, which a plan does not predict."
+    other = _NOT_APART.get(worst["part"], "")
+    more = (
+        f", and {format_seconds(included[other])} of {other} that it includes" if included.get(other) else ""
+    )
+    part = format_part(worst["part"])
+    return f"{text} Largest difference: {part}, {takes} where {expected} is predicted{more}."

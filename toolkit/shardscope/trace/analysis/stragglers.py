@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypedDict, get_type_hints
@@ -14,7 +15,7 @@ from shardscope.trace.analysis.collectives import find_collectives, list_step_se
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from shardscope.trace.analysis.collectives import Collectives
     from shardscope.trace.store import Trace
@@ -38,7 +39,7 @@ class StragglerRow(TypedDict):
 
     rank: int
     late_seconds: float
-    """Time per step by which it arrives after the median of the other ranks."""
+    """Time per step by which it arrives after the median of the other ranks, along the axis with the most."""
     p_value: float | None
     """Probability that any of equally fast ranks would be as late; None if nothing can be compared."""
     is_straggler: bool
@@ -64,8 +65,11 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     collectives = collectives or find_collectives(trace)
     # One array for all groups of a size, because each is permuted thousands of times.
     by_size: dict[int, list[tuple[Ints, Floats]]] = defaultdict(list)
+    by_axis: dict[tuple[int, ...], Floats] = defaultdict(lambda: np.zeros(len(trace.ranks)))
     for ranks, durations in _measure_durations(trace, collectives):
-        by_size[len(ranks)].append((np.broadcast_to(ranks, durations.shape), _compute_delays(durations)))
+        of_calls = _compute_delays(durations)
+        by_size[len(ranks)].append((np.broadcast_to(ranks, durations.shape), of_calls))
+        by_axis[tuple((ranks - ranks[0]).tolist())][ranks] += of_calls.sum(axis=0)
     members = [np.concatenate([ranks for ranks, _ in groups]) for groups in by_size.values()]
     delays = [np.concatenate([delay for _, delay in groups]) for groups in by_size.values()]
     num_ranks, num_calls = len(trace.ranks), sum(len(delay) for delay in delays)
@@ -73,14 +77,16 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     p_values = _compute_p_values(members, delays, late) if num_calls else None
     steps, step_seconds = list_step_seconds(trace), measure_step(trace)
     rows: list[StragglerRow] = []
+    # Each axis of the mesh shows the same delay: tensor-parallel ranks wait at every layer, and data-parallel
+    # ones at the end for the sum of it.
+    longest = np.max(list(by_axis.values()), axis=0) if by_axis else late
     for number, rank in enumerate(trace.ranks):
-        late_seconds = float(late[number]) / 1e9 / steps[rank][1]
+        late_seconds = float(longest[number]) / 1e9 / steps[rank][1]
         p_value = None if p_values is None else float(p_values[number])
         is_late = p_value is not None and p_value <= SIGNIFICANCE and late_seconds >= MIN_SHARE * step_seconds
         rows.append({"rank": rank, "late_seconds": late_seconds, "p_value": p_value, "is_straggler": is_late})
-    text = _describe_stragglers(
-        rows, num_calls, step_seconds, trace.activity.has_steps, has_collectives=len(collectives) > 0
-    )
+    kinds = frozenset(row["kind"] for row in collectives)
+    text = _describe_stragglers(rows, num_calls, step_seconds, trace.activity.has_steps, kinds)
     return Stragglers(rows, text)
 
 
@@ -88,17 +94,22 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
     """Yield the ranks of each group (as positions), and how long each of them is in each call.
 
     Of calls in flight together, such as DDP's buckets, a later one counts from the end of those before it:
-    otherwise the time by which a rank is late would count once for each of them.
+    otherwise the time by which a rank is late would count once for each of them. A rank that waited in other
+    groups before a call counts as there by so much earlier: it is late because of the rank it waited for.
     """
     by_call: dict[int, dict[int, int]] = defaultdict(dict)
     is_in_steps = trace.activity.is_in_steps
+    waits: dict[int, int] = {}
     for row, index in zip(collectives, collectives.slices, strict=True):
         if row["call"] >= 0 and is_in_steps[index]:
             by_call[row["call"]][row["rank"]] = index
+            # What compute overlaps delays nothing.
+            waits[index] = round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9)
     by_group: dict[tuple[int, ...], list[dict[int, int]]] = defaultdict(list)
     for of_ranks in by_call.values():
         if len(of_ranks) > 1:
             by_group[tuple(sorted(of_ranks))].append(of_ranks)
+    waited = _sum_waits_before(trace, by_group, waits)
     for group, calls in by_group.items():
         slices = np.array([[of_ranks[rank] for rank in group] for of_ranks in calls])
         # One order for all ranks, by the first one's clock: they are compared in the same part of each call.
@@ -106,7 +117,29 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
         start[1:] = np.maximum(start[1:], np.maximum.accumulate(end, axis=0)[:-1])
         positions = np.array([trace.ranks.index(rank) for rank in group])
-        yield positions, np.maximum(end - start, 0)
+        yield positions, np.maximum(end - start, 0) + np.vectorize(waited.__getitem__, [np.int64])(slices)
+
+
+def _sum_waits_before(
+    trace: Trace, by_group: Mapping[tuple[int, ...], list[dict[int, int]]], waits: Mapping[int, int]
+) -> dict[int, int]:
+    """Return for how long each call's rank waited in other groups since its previous call in this group."""
+    of_rank: dict[int, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
+    for group, calls in by_group.items():
+        for rank, index in (pair for of_ranks in calls for pair in of_ranks.items()):
+            of_rank[rank].append((int(trace.start_ns[index]), index, group))
+    waited: dict[int, int] = {}
+    for rank_calls in of_rank.values():
+        total, total_after = 0, dict.fromkeys(by_group, 0)
+        in_flight: list[tuple[int, int, tuple[int, ...]]] = []
+        for start, index, group in sorted(rank_calls):
+            while in_flight and in_flight[0][0] <= start:
+                _, wait, ended = heapq.heappop(in_flight)
+                total += wait
+                total_after[ended] = total
+            waited[index] = total - total_after[group]
+            heapq.heappush(in_flight, (int(trace.activity.end_ns[index]), waits[index], group))
+    return waited
 
 
 def _compute_delays(durations: Ints) -> Floats:
@@ -164,10 +197,10 @@ def _describe_stragglers(
     num_calls: int,
     step_seconds: float,
     has_steps: bool,
-    has_collectives: bool,
+    kinds: frozenset[str],
 ) -> str:
     if not num_calls:
-        return f"Stragglers: unknown, {_explain_unknown(len(rows), has_collectives)}"
+        return f"Stragglers: unknown, {_explain_unknown(len(rows), kinds)}"
     calls = "1 collective" if num_calls == 1 else f"{num_calls:,} collectives"
     latest_first = sorted(rows, key=lambda row: -row["late_seconds"])
     stragglers = [row for row in latest_first if row["is_straggler"]]
@@ -190,11 +223,13 @@ def _describe_stragglers(
     return f"Stragglers: none that is certain. {delay}), but {by_chance} Record more steps to be sure."
 
 
-def _explain_unknown(num_ranks: int, has_collectives: bool) -> str:
+def _explain_unknown(num_ranks: int, kinds: frozenset[str]) -> str:
     """Return why ranks cannot be compared, and how to record a trace in which they can."""
     if num_ranks < 2:
         return "one rank alone cannot be compared. Load the folder with the files of all ranks."
-    if has_collectives:
+    if kinds == {"send_recv"}:
+        return "only sends and receives were recorded, which ranks do not leave together."
+    if kinds:
         return "no collective was recorded on several ranks. Record the same steps on all ranks."
     return (
         "no collective was recorded. torch.profiler records those of GPUs with ProfilerActivity.CUDA, and "

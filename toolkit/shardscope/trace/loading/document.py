@@ -41,6 +41,8 @@ class Document(msgspec.Struct, kw_only=True):
     """Process groups of the rank by name."""
     device_names: dict[int, str] = {}
     """Names of the machine's GPUs by index, as the driver spells them."""
+    is_cut_off: bool = False
+    """For a rank of a merged file: whether its own file ended in the middle."""
     merged_ranks: list[MergedRank] = []
     """Ranks of a file that ``Trace.to_chrome`` has written; empty for any other file."""
 

@@ -8,6 +8,7 @@ import numpy as np
 from shardscope.trace.loading.document import MergedRank
 from shardscope.trace.loading.pairs import select
 from shardscope.trace.loading.rank_columns import RankColumns
+from shardscope.trace.loading.splitting import is_cut_off
 from shardscope.trace.loading.tracks import RankTrack
 
 _UNKNOWN = "tracks of a file of merged ranks that its header does not list: its ranks are shown as one"
@@ -32,6 +33,10 @@ def split_ranks(merged: RankColumns) -> list[RankColumns]:
         return [merged]
     ranks = [_select_rank(merged, one) for one in merged.texts.document.merged_ranks]
     ranks[0].texts.oddities = merged.texts.oddities
+    # The notes are those of one rank, and what the file lacks may be of any.
+    if is_cut_off(merged.texts.oddities):
+        for rank in ranks:
+            rank.texts.document.is_cut_off = True
     return ranks
 
 

@@ -10,7 +10,7 @@ from shardscope.trace.loading.chunks import UNKNOWN_PHASE, Chunk, decode_chunk
 from shardscope.trace.loading.document import read_document
 from shardscope.trace.loading.events import MALFORMED
 from shardscope.trace.loading.rank_columns import RankBuilder, RankColumns
-from shardscope.trace.loading.splitting import FIX, EventText, parse_text
+from shardscope.trace.loading.splitting import FIX, READ_UP_TO_THERE, EventText, parse_text
 
 NoteBytes = Callable[[int], None]
 """Called with the number of bytes of the file that were read so far."""
@@ -42,7 +42,7 @@ def read_rank(path: Path, note_bytes: NoteBytes, decode: DecodeChunks = decode_h
     finally:
         stream.close()
     if stream.damage:
-        builder.oddities[f"file that {stream.damage}, read up to there"] += 1
+        builder.oddities[f"file that {stream.damage}{READ_UP_TO_THERE}"] += 1
     if not builder.num_events and (stream.damage or builder.oddities[MALFORMED]):
         # Nothing was salvaged: a small file is parsed as a whole, for an error with line and column.
         parse_text(stream, text.beginning)

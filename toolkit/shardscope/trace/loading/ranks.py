@@ -8,19 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from shardscope.trace.categories import STEP
+from shardscope.core.number_format import format_count
+from shardscope.trace.categories import GPU_CATEGORIES, RUNTIME_CATEGORIES, STEP, WRAPPER_CATEGORIES
 from shardscope.trace.files import list_trace_files, refuse_file
 from shardscope.trace.loading.cache import map_rank, read_cache, read_rank_file, write_cache
 from shardscope.trace.loading.merged_file import split_ranks
 from shardscope.trace.loading.processes import WorkerPool, count_processes
 from shardscope.trace.loading.rank_columns import RankColumns, get_rank
 from shardscope.trace.loading.rank_file import DecodeChunks, decode_here, read_rank
+from shardscope.trace.loading.splitting import is_cut_off
 
 Progress = Callable[[float], object]
 """Called with the share of the files that was read, 0 to 1. An exception that it raises ends the load."""
 
 _EPOCH_NS = 10**18  # the year 2001: times above it are wall clock
 _UNNUMBERED = "file without a rank, numbered by order"
+_KNOWN_CATEGORIES = GPU_CATEGORIES | RUNTIME_CATEGORIES | WRAPPER_CATEGORIES | {"cpu_op", "Operator"}
 _MAX_LISTED = 8
 _MAX_STEPS = 100_000
 MAX_IN_MEMORY = 16
@@ -162,7 +165,8 @@ def _check_same_job(ranks: list[RankColumns]) -> None:
         (first_size, first), (size, other) = list(sizes.items())[:2]
         refuse_file(
             other.path,
-            f"is of a job with {size:,} ranks, and {first.path.name} is of one with {first_size:,}",
+            f"is of a job with {format_count(size, 'rank')}, and {first.path.name} is of one with "
+            f"{first_size:,}",
             "keep the files of one job in the folder, or load one file",
         )
 
@@ -186,7 +190,22 @@ def list_oddities(ranks: list[RankColumns]) -> list[str]:
         numbers = ", ".join(str(get_rank(rank)) for rank in of[:_MAX_LISTED])
         where = "" if len(of) == len(ranks) else f"rank {numbers}: "
         notes.append(f"{where}{total:,} {_inflect(what, total)}")
+    if any(rank.texts.tracks for rank in ranks) and all(map(_is_of_another_tool, ranks)):
+        notes.append("no category of torch.profiler in the file: all work is taken for the CPU's")
     return notes
+
+
+def _is_of_another_tool(rank: RankColumns) -> bool:
+    """Return whether neither a category nor a track says that torch.profiler, or a GPU, is in a file."""
+    is_known = not _KNOWN_CATEGORIES.isdisjoint(rank.texts.categories)
+    return not is_known and all(track.kind != "gpu" for track in rank.texts.tracks)
+
+
+def list_cut_off(ranks: list[RankColumns]) -> frozenset[int]:
+    """Return the ranks whose files end in the middle, so that events are missing."""
+    return frozenset(
+        get_rank(rank) for rank in ranks if rank.texts.document.is_cut_off or is_cut_off(rank.texts.oddities)
+    )
 
 
 def _inflect(what: str, number: int) -> str:
@@ -243,4 +262,5 @@ def list_missing_ranks(ranks: list[RankColumns]) -> list[str]:
         return []
     if len(present) == 1:
         return [f"one rank of {world_size:,}"]
-    return [f"{len(missing):,} of {world_size:,} ranks are not in the folder: {_list_numbers(missing)}"]
+    verb = "is" if len(missing) == 1 else "are"
+    return [f"{len(missing):,} of {world_size:,} ranks {verb} not in the folder: {_list_numbers(missing)}"]

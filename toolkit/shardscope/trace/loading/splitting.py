@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NoReturn
 
@@ -27,6 +27,9 @@ MAX_PARTS = 8
 _MAX_BRACKETS = 1000
 _UNREADABLE_BLOCKS = f"blocks of {MAX_EVENT_BYTES // 1024**2} MiB without a readable event left out"
 
+READ_UP_TO_THERE = ", read up to there"
+"""End of the notes on files that lack events: those that end in the middle, and damaged gzip files."""
+
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions of msgspec's decoders."""
 
@@ -37,6 +40,11 @@ EVENT_BOUNDARY = re.compile(rb'(?<=\})\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|
 """The comma between two events. It may also be inside of an event's arguments, which have to be checked."""
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _LIST_END = re.compile(rb'\]\s*(?=,\s*"|\}\s*$)')
+
+
+def is_cut_off(oddities: Mapping[str, int]) -> bool:
+    """Return whether notes, with their numbers, say that a file ends in the middle."""
+    return any(number and what.endswith(READ_UP_TO_THERE) for what, number in oddities.items())
 
 
 class EventText:
@@ -101,7 +109,7 @@ class EventText:
         self._rest = b""
         list_end = _find_list_end(last, is_list=not self.header)
         if list_end is None:
-            self._oddities["file that ends in the middle, read up to there"] += 1
+            self._oddities[f"file that ends in the middle{READ_UP_TO_THERE}"] += 1
             yield last
         else:
             self.footer = last[list_end + 1 :]

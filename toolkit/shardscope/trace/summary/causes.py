@@ -16,6 +16,7 @@ from shardscope.trace.analysis.breakdown import (
     BreakdownRow,
     IdleRow,
     compute_idle,
+    measure_requests,
 )
 from shardscope.trace.analysis.collectives import (
     KINDS,
@@ -88,9 +89,14 @@ def _find_exposed_communication(
             f"{_describe_ranks(calls, trace.activity.steps_by_rank)}, in "
             f"{format_number_of(row['num_calls'], 'call')}{_describe_bytes(calls)}"
         )
-        if row["skew_seconds"] is not None and row["seconds"]:
-            share = 100 * row["skew_seconds"] / row["seconds"]
-            text += f"; {share:.0f} % of their time is waiting for the last rank"
+        # Only of calls that several ranks recorded: how long the others waited is unknown.
+        waits = [(call["skew_seconds"], call["seconds"]) for call in calls]
+        known = sum(seconds for skew, seconds in waits if skew is not None)
+        if known:
+            share = 100 * sum(skew for skew, _ in waits if skew is not None) / known
+            # The last one may be a rank that was not recorded.
+            least = "at least " if trace.world_size > len(trace.ranks) else ""
+            text += f"; {least}{share:.0f} % of their time is waiting for the last rank"
         note = ""
         if row["kind"] == "all_reduce" and (
             not has_known or any(call["is_reduce_scatter"] for call in calls)
@@ -153,7 +159,8 @@ def _find_idle(trace: Trace, step_seconds: float) -> Iterator[Cause]:
     """Yield the causes of idle time, averaged over ranks."""
     counts = trace.activity.steps_by_rank
     on_gpu = any(rank.on_gpu for rank in trace.activity.ranks)
-    rows = compute_idle(trace, in_steps=True)
+    # Work that a file lost because it ends in the middle looks like idle time.
+    rows = [row for row in compute_idle(trace, in_steps=True) if row["rank"] not in trace.cut_off]
     for cause, reason in _IDLE_TEXTS.items():
         cause_rows = [row for row in rows if row["cause"] == cause]
         seconds = sum(row["seconds"] / counts[row["rank"]] for row in cause_rows) / max(len(cause_rows), 1)
@@ -170,6 +177,10 @@ def _find_idle(trace: Trace, step_seconds: float) -> Iterator[Cause]:
                 f"Between operators (Python, dispatch): {_format_share(trace, seconds, step_seconds)} on CPU "
                 "ranks"
             )
+            requests = measure_requests(trace)
+            if requests >= MIN_SHARE * step_seconds:
+                took = format_seconds(requests)
+                text += f", {took} of it in operators of c10d that request or await collectives"
         else:
             text = f"CPU ranks idle {_format_share(trace, seconds, step_seconds)} because {reason}"
         yield {
@@ -209,10 +220,10 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
     calls = format_number_of(top["num_calls"] / num_steps[top["rank"]], "call")
     per_step = " a step" if trace.activity.has_steps else ""
     # Kernels of several streams or GPUs that run at a time add up to more than the time of compute.
-    concurrent = ", added up over kernels that run at a time" if total > 1.05 * busy else ""
+    concurrent = f", added up over {what} that run at a time" if total > 1.05 * busy else ""
     if not concurrent and compute[kind] > step_seconds and trace.activity.has_steps:
         # A kernel counts wholly to the step that launched it.
-        concurrent = ", added up over kernels, some of which outlast the step"
+        concurrent = f", added up over {what}, some of which outlast the step"
     share_text = _format_share(trace, compute[kind], step_seconds) + concurrent
     text = (
         f"{title} {what} take most compute, {share_text}; "

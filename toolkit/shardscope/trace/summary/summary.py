@@ -245,6 +245,8 @@ def _write_sentences(trace: Trace) -> Iterator[Sentence]:
     yield Sentence(text=_describe_size(trace))
     # One sentence, because pages have it as a heading: shares of several GPUs mislead without that of each.
     yield Sentence(text=f"{_describe_shares(trace, steps)} {_describe_several_gpus(trace)}".rstrip())
+    if trace.cut_off:
+        yield Sentence(text=_describe_cut_off(trace))
     if not step_seconds:
         return  # no recorded slice has any length
     collectives = trace.collectives()
@@ -304,11 +306,32 @@ def _describe_shares(trace: Trace, steps: Table[StepRow]) -> str:
         for title, values in shares.items()
         if max(values) >= 0.5 or title in ("compute", "idle")
     ]
-    subject = "GPU time" if any(rank.on_gpu for rank in trace.activity.ranks) else "Time of CPU ranks"
-    if subject != "GPU time" and any(_LAUNCH.match(name) for name in trace.names):
-        subject = "The GPUs' work was not recorded; time of the CPU threads that launch it,"
-    whole = "of a step" if steps else "of the recording"
-    return f"{subject} {whole}: {', '.join(parts)}." if parts else "No step has any length."
+    if not parts:
+        return "No step has any length."
+    whole = "a step" if steps else "the recording"
+    if any(rank.on_gpu for rank in trace.activity.ranks):
+        subject = f"GPU time of {whole}"
+    elif any(_LAUNCH.match(name) for name in trace.names):
+        subject = f"The GPUs' work was not recorded; time of the CPU threads that launch it, of {whole}"
+    else:
+        subject = f"{whole.capitalize()} on CPU ranks"
+    return f"{subject}: {', '.join(parts)}."
+
+
+def _describe_cut_off(trace: Trace) -> str:
+    """Return a sentence on ranks whose files end in the middle, as of a profiler that was killed.
+
+    Kineto writes the work of the GPU after that of the CPU, in no order of time: any of it may be missing.
+    """
+    numbers = sorted(trace.cut_off)
+    files = f"The file of rank {numbers[0]} ends"
+    if len(numbers) > 1:
+        listed = ", ".join(map(str, numbers[:SHOWN_RANKS])) + (" ..." if len(numbers) > SHOWN_RANKS else "")
+        files = f"The files of ranks {listed} end"
+    return (
+        f"{files} in the middle. What is missing, first of all work on the GPU, counts as idle time: "
+        "record these steps again before you conclude anything from the shares."
+    )
 
 
 def _describe_several_gpus(trace: Trace) -> str:
