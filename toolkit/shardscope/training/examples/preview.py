@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import FieldError
@@ -128,19 +130,34 @@ class Preview:
     def length_at(self, quantile: float) -> int:
         """Return the number of tokens that this share of the examples does not exceed."""
         ordered = sorted(self.lengths)
-        return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+        return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)]
+
+    def select_learnable(self, seq_len: int) -> Preview:
+        """Return this preview without the lengths of rows of which ``seq_len`` tokens leave nothing to learn.
+
+        They are not trained on. Unchanged if no row would be left.
+        """
+        is_left_out = [needed is None or needed > seq_len for needed, _ in self.counts.lengths_without_loss]
+        rows = self.counts.lengths_without_loss
+        others = Counter(length for _, lengths in compress(rows, is_left_out) for length in lengths)
+        lengths = list((Counter(self.lengths) - others).elements())
+        if not others or not lengths:
+            return self
+        kept = [row for row, left_out in zip(rows, is_left_out, strict=True) if not left_out]
+        return replace(self, lengths=lengths, counts=replace(self.counts, lengths_without_loss=kept))
 
     def padding_at(self, seq_len: int) -> float:
         """Return the share of padding in unpacked rows of ``seq_len`` tokens."""
-        return 1 - sum(min(length, seq_len) for length in self.lengths) / (len(self.lengths) * seq_len)
+        lengths = self.select_learnable(seq_len).lengths
+        return 1 - sum(min(length, seq_len) for length in lengths) / (len(lengths) * seq_len)
 
     def count_windows(self, seq_len: int) -> int:
         """Return the number of windows of ``seq_len`` tokens that packing makes of the measured examples."""
-        return len(pack_lengths(self.lengths, seq_len))
+        return len(pack_lengths(self.select_learnable(seq_len).lengths, seq_len))
 
     def compute_packing_gain(self, seq_len: int) -> float:
         """Return the average number of examples in a window of ``seq_len`` tokens."""
-        return len(self.lengths) / self.count_windows(seq_len)
+        return len(self.select_learnable(seq_len).lengths) / self.count_windows(seq_len)
 
     def cut_at(self, seq_len: int) -> float:
         """Return the share of all tokens that rows of ``seq_len`` tokens cut off."""
@@ -151,25 +168,28 @@ class Preview:
 
         It is the longest example's, or that of 95 % of the examples if few are much longer and cutting them
         loses little; if rows without a token that bears loss are refused, at least a length that leaves every
-        row one. None if padding and truncation are small now, or if no other length is better.
+        row one. Rows that teach nothing even at ``max_length`` do not count. None if padding and truncation
+        are small now, or if no other length is better.
         """
         if self.seq_len is None:
             return None
+        learnable = self.select_learnable(max_length)
         usual, longest = (
-            min(max_length, -(-self.length_at(share) // MULTIPLE) * MULTIPLE) for share in (0.95, 1.0)
+            min(max_length, -(-learnable.length_at(share) // MULTIPLE) * MULTIPLE) for share in (0.95, 1.0)
         )
-        best = usual if longest > MUCH_LONGER * usual and self.cut_at(usual) <= MAX_CUT else longest
+        best = usual if longest > MUCH_LONGER * usual and learnable.cut_at(usual) <= MAX_CUT else longest
         needed = -(-self.counts.length_with_loss // MULTIPLE) * MULTIPLE
         if self.bad_rows == "refuse" and needed <= max_length:
             best = max(best, needed)
-        padding, cut = self.padding_at(self.seq_len), self.cut_at(self.seq_len)
-        lost = self.cut_at(best)
-        covered = f"all but {100 * lost:.1f} % of the data" if lost else "the longest row"
+        padding, cut = learnable.padding_at(self.seq_len), learnable.cut_at(self.seq_len)
+        lost = learnable.cut_at(best)
+        longest_row = "the longest row" + (" that can be learned" if learnable is not self else "")
+        covered = f"all but {100 * lost:.1f} % of the data" if lost else longest_row
         if best < self.seq_len and padding > MAX_PADDING:
             why = (
                 f"{100 * padding:.0f} % of a row of {self.seq_len:,} tokens is padding, which costs time "
-                f"and memory and teaches nothing. {best:,} tokens have {100 * self.padding_at(best):.0f} % "
-                f"padding and hold {covered}."
+                f"and memory and teaches nothing. {best:,} tokens have "
+                f"{100 * learnable.padding_at(best):.0f} % padding and hold {covered}."
             )
         elif best > self.seq_len and self.refusal is not None:
             rows = count_rows(self.counts.num_rows_without_loss)
@@ -254,9 +274,10 @@ class Preview:
         if gain <= 1:
             return line
         padding = 1 - (1 - self.padding_at(seq_len)) * gain
-        num_windows = math.ceil(self.num_rows / gain)
+        num_examples = round(self.num_rows * self.counts.num_examples / max(1, self.counts.num_rows))
+        num_windows = math.ceil(num_examples / gain)
         return (
-            f"{line} Packing makes {count_rows(num_windows, 'window')} of {self.num_rows:,} rows, {gain:.1f} "
+            f"{line} Packing makes {count_rows(num_windows, 'window')} of {num_examples:,} rows, {gain:.1f} "
             f"times fewer steps per epoch, with {100 * padding:.0f} % padding."
         )
 
