@@ -134,8 +134,10 @@ def read_prompts(
 ) -> Iterator[Prompt]:
     """Yield the prompt of each conversation: all before the assistant's last turn.
 
-    Rows without one are left out, such as malformed ones, and prompts of over ``max_tokens`` tokens.
+    Rows without one are left out, such as malformed ones, prompts of over ``max_tokens`` tokens, and those
+    with the text of an earlier one: samples are told apart by it.
     """
+    texts = set[str]()
     for index in indices:
         try:
             messages = read_example(format, rows[index]).messages
@@ -148,4 +150,6 @@ def read_prompts(
         if questions and len(ids) <= max_tokens:
             # Many conversations end with the same words, such as "Are you sure?": alone they name none.
             text = questions[0] if len(questions) == 1 else f"{questions[0]} … {questions[-1]}"
-            yield Prompt(text=text, ids=ids)
+            if text not in texts:
+                texts.add(text)
+                yield Prompt(text=text, ids=ids)
