@@ -176,6 +176,8 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
     objective = f"<p title='{escape(WHY_PAIRS, quote=True)}'>{PAIRS}</p>" if preview.has_pairs else ""
     shared = f"<p>{escape(preview.shared_rows_sentence)}</p>" if preview.num_shared_rows else ""
     unread = f"<p>{escape(preview.unread_files)}</p>" if preview.unread_files else ""
+    lost = preview.lost_data_sentence
+    lost = f"<p title='Preview names the rows'>{escape(lost)}</p>" if lost else ""
     refusal = "" if preview.refusal is None else f"<p>{escape(preview.refusal.summary)}.</p>"
     show = (
         f"<button type='button' class='ss-act' data-act='{SHOW}' "
@@ -183,7 +185,7 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
     )
     buttons = f"<div>{show}{render_length_button(advice)}</div>"
     status = f"<p role='status' title='{tooltip}'>{escape(line)}</p>"
-    return f"{status}{refusal}{unread}{objective}{shared}{buttons}"
+    return f"{status}{refusal}{lost}{unread}{objective}{shared}{buttons}"
 
 
 def _stamp(data: object) -> Stamp:

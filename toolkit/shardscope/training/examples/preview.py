@@ -12,6 +12,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import FieldError
+from shardscope.core.number_format import join_list
 from shardscope.training.examples.encoding import MAX_CHARACTERS, BeginningEncoder, Encoded, LossOn
 from shardscope.training.examples.formats import Format
 from shardscope.training.examples.length_histogram import HISTOGRAM_STYLE, render_histogram
@@ -265,6 +266,21 @@ class Preview:
             f"Rows of the validation data that are trained on as well: {self.num_shared_rows:,}. Their "
             "validation loss shows what was memorized."
         )
+
+    @property
+    def lost_data_sentence(self) -> str:
+        """The rows that are left out, and the share of tokens that is cut off, if it is not small."""
+        counts, parts = self.counts, list[str]()
+        if counts.num_rows_without_loss and self.refusal is None:
+            parts.append(f"{count_rows(counts.num_rows_without_loss)} without a token that bears loss")
+        if counts.num_bad_rows:
+            parts.append(count_rows(counts.num_bad_rows, "malformed row"))
+        cut = 0.0 if self.seq_len is None else self.select_learnable(self.seq_len).cut_at(self.seq_len)
+        if cut > MAX_CUT:
+            others = " other" if parts else ""
+            parts.append(f"{100 * cut:.0f} % of all{others} tokens, beyond the sequence length")
+        of = "" if counts.num_rows == self.num_rows else f", of {count_rows(counts.num_rows)} measured"
+        return f"Not trained on: {join_list(parts)}{of}." if parts else ""
 
     def _describe_packing(self, seq_len: int) -> str:
         line = f"Unpacked rows of {seq_len:,} tokens are {100 * self.padding_at(seq_len):.0f} % padding."
