@@ -55,7 +55,7 @@ def test_a_large_share_of_tokens_that_is_cut_off_is_shown_without_opening_the_pr
     # 256 of the tokens of each row are kept.
     lengths = view.form.preview_of_data.lengths
     share = 100 * (1 - 256 * len(lengths) / sum(lengths))
-    assert f"Not trained on: {share:.0f} % of all tokens" in view.form.data_panel.value
+    assert f"Not trained on: {share:.3g} % of all tokens" in view.form.data_panel.value
     view.close()
 
 

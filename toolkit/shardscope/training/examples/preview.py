@@ -278,7 +278,7 @@ class Preview:
         cut = 0.0 if self.seq_len is None else self.select_learnable(self.seq_len).cut_at(self.seq_len)
         if cut > MAX_CUT:
             others = " other" if parts else ""
-            parts.append(f"{100 * cut:.0f} % of all{others} tokens, beyond the sequence length")
+            parts.append(f"{100 * cut:.3g} % of all{others} tokens, beyond the sequence length")
         of = "" if counts.num_rows == self.num_rows else f", of {count_rows(counts.num_rows)} measured"
         return f"Not trained on: {join_list(parts)}{of}." if parts else ""
 

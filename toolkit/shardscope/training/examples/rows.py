@@ -423,6 +423,8 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     if loader == TEXT_LOADER:
         # One row a file: "line" would make a training example of each line.
         options["sample_by"] = "document"
+        # Without the mark that Windows' editors put before a text.
+        options["encoding"] = "utf-8-sig"
     datasets.disable_progress_bars()
     # ``datasets`` would log its own traceback before our error message.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
