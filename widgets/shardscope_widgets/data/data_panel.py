@@ -175,7 +175,11 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
     tooltip = escape(preview.sentences[0], quote=True)
     objective = f"<p title='{escape(WHY_PAIRS, quote=True)}'>{PAIRS}</p>" if preview.has_pairs else ""
     shared = f"<p>{escape(preview.shared_rows_sentence)}</p>" if preview.num_shared_rows else ""
-    unread = f"<p>{escape(preview.unread_files)}</p>" if preview.unread_files else ""
+    unread = "".join(
+        f"<p>{escape(sentence)}</p>"
+        for sentence in (preview.unread_files, preview.unread_columns_sentence)
+        if sentence
+    )
     lost = preview.lost_data_sentence
     lost = f"<p title='Preview names the rows'>{escape(lost)}</p>" if lost else ""
     refusal = "" if preview.refusal is None else f"<p>{escape(preview.refusal.summary)}.</p>"

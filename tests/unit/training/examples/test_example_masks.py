@@ -523,6 +523,20 @@ def test_a_system_column_begins_the_conversation(row: dict[str, Any]) -> None:
         assert read_example(format, {**row, "messages": [own, *TALK[:2]]}).messages == (own, *TALK[:2])
 
 
+def test_a_system_column_is_found_as_other_columns_are() -> None:
+    row = {"System Prompt": "unknown", " System ": "Be brief", "Prompt": "Call me", "Completion": "Ishmael"}
+    shown = preview_rows([row])
+    assert "Be brief" in "".join(shown.rows[0].tokens)
+    assert shown.unread_columns == ("System Prompt",)
+
+
+def test_columns_that_are_not_read_are_named() -> None:
+    row = {"id": "7", "context": "The ship is the Pequod.", "question": "Which ship?", "answer": "Pequod"}
+    assert "Columns that are not read: context." in preview_rows([row]).sentences
+    assert preview_rows([{**row, "system": "Be brief"}]).unread_columns == ("context",)
+    assert not preview_rows([{"messages": TALK, "tools": None}]).unread_columns
+
+
 def test_unknown_columns_are_named_with_a_mapping() -> None:
     with pytest.raises(ValueError, match=r'columns=\{"prompt": "q", "completion": "a"\}'):
         recognize_format("Finetune.data", ["q", "a"])

@@ -391,11 +391,29 @@ def _read_pair(format: Format, row: Row, system: tuple[Message, ...]) -> Example
 
 
 def _read_system(row: Row) -> tuple[Message, ...]:
-    for column in SYSTEM_COLUMNS:
-        text = row.get(column)
+    for column in _list_system_columns(list(row)):
+        text = row[column]
         if isinstance(text, str) and text.strip():
             return ({"role": "system", "content": text},)
     return ()
+
+
+def _list_system_columns(column_names: Sequence[str]) -> list[str]:
+    """Return the columns with system messages, written as those of other roles may be."""
+    return [column for name in SYSTEM_COLUMNS for column in column_names if column.strip().lower() == name]
+
+
+def list_unread_columns(format: Format, column_names: Sequence[str]) -> list[str]:
+    """Return the columns that are not read, but for those whose names are of row numbers.
+
+    Such as the passage that a question is about, beside the question and its answer.
+    """
+    read = {*format.columns.values()}
+    if format.name != "text":
+        read |= {*_list_system_columns(column_names)}
+    if format.name == "messages":
+        read.add(TOOLS)
+    return [name for name in column_names if name not in read and not NUMBER_NAME.fullmatch(name.strip())]
 
 
 def _defines_tools(messages: tuple[Message, ...], tools: object) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.errors import FieldError
 from shardscope.core.number_format import join_list
 from shardscope.training.examples.encoding import MAX_CHARACTERS, BeginningEncoder, Encoded, LossOn
-from shardscope.training.examples.formats import Format
+from shardscope.training.examples.formats import Format, list_unread_columns
 from shardscope.training.examples.length_histogram import HISTOGRAM_STYLE, render_histogram
 from shardscope.training.examples.packed_windows import pack_lengths
 from shardscope.training.examples.rows import Rows
@@ -37,6 +37,8 @@ NUM_WEIGHED_ROWS = 16
 """Rows, evenly spaced, whose mean number of characters is that of all."""
 MAX_SHOWN_TOKENS = 1500
 """Tokens of one row that the HTML shows."""
+MAX_NAMED_COLUMNS = 6
+"""Columns that a sentence names."""
 QUANTILES = (0.5, 0.9, 0.95, 1.0)
 MAX_PADDING, MAX_CUT = 0.3, 0.02
 """Shares of padding and of truncated tokens from which another sequence length is recommended."""
@@ -105,6 +107,8 @@ class Preview:
     """Whether the tokenizer has a chat template."""
     unread_files: str = ""
     """A sentence about files of the data's folder that are not read; empty if all are."""
+    unread_columns: tuple[str, ...] = ()
+    """Columns that are not read, but for row numbers."""
     vocabulary_warning: str = ""
     """A sentence about a tokenizer that is much smaller than the embedding; empty if the sizes are usual."""
     num_shared_rows: int | None = 0
@@ -229,6 +233,8 @@ class Preview:
                 f"The length of {count_rows(self.num_estimated_rows)} with a text of more than "
                 f"{MAX_CHARACTERS:,} characters is estimated from its beginning."
             )
+        if self.unread_columns:
+            lines.append(self.unread_columns_sentence)
         if self.unread_files:
             lines.insert(1, self.unread_files)
         if self.refusal is not None:
@@ -266,6 +272,16 @@ class Preview:
             f"Rows of the validation data that are trained on as well: {self.num_shared_rows:,}. Their "
             "validation loss shows what was memorized."
         )
+
+    @property
+    def unread_columns_sentence(self) -> str:
+        """The columns that are not read, as a sentence; empty without any."""
+        if not self.unread_columns:
+            return ""
+        names = list(self.unread_columns)
+        if len(names) > MAX_NAMED_COLUMNS:
+            names = [*names[: MAX_NAMED_COLUMNS - 1], f"{len(names) - MAX_NAMED_COLUMNS + 1} more"]
+        return f"Columns that are not read: {join_list(names)}."
 
     @property
     def lost_data_sentence(self) -> str:
@@ -476,6 +492,7 @@ def preview_examples(
         bad_rows=bad_rows,
         counts=counts,
         num_rows=len(rows),
+        unread_columns=tuple(list_unread_columns(format, rows.column_names)),
         has_template=encoder.has_template,
         num_estimated_rows=num_estimated,
         windows=windows,
