@@ -544,6 +544,12 @@ def test_unknown_columns_are_named_with_a_mapping() -> None:
     assert format.name == "prompt-completion"
     with pytest.raises(ValueError, match="columns is 'z'"):
         recognize_format("Finetune.data", ["q", "a"], {"prompt": "z", "completion": "a"})
+    with pytest.raises(ValueError, match=r"role is 'question'.*Nearest fix: 'prompt'"):
+        recognize_format("Finetune.data", ["q", "a"], {"question": "q", "completion": "a"})
+    # The question would contain its answer.
+    with pytest.raises(ValueError, match="a column of its own for each role"):
+        roles = {"instruction": "q", "input": "a", "output": "a"}
+        recognize_format("Finetune.data", ["q", "a"], roles)
 
 
 @pytest.mark.parametrize(

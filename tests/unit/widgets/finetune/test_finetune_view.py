@@ -217,6 +217,12 @@ def test_columns_without_known_names_are_chosen_from_menus(files: Path) -> None:
     menus.format.value = "text"
     menus.menus[0].value = "q"
     assert wait_until(lambda: view.task is not None and view.task.columns == {"text": "q"}, 60)
+    # Two columns of text, and three parts of which one is optional.
+    menus.format.value = "instruction"
+    assert [menu.value for menu in menus.menus] == ["q", "(none)", "a"]
+    assert wait_until(
+        lambda: view.task is not None and view.task.columns == {"instruction": "q", "output": "a"}
+    )
     # Other data need no menus, and forget what was chosen.
     view.form.inputs.data.value = "rows.jsonl"
     assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from shardscope.core.errors import FieldError, check_choice, find_similar, refuse
+from shardscope.core.errors import FieldError, Value, check_choice, find_similar, refuse
 from shardscope.training.examples.file_rows import DELIMITERS
 from shardscope.training.examples.rows import Row
 
@@ -311,7 +311,16 @@ def _map_columns(field: str, column_names: Sequence[str], columns: Mapping[str, 
             fix = find_similar(column, column_names) or column_names[0]
             refuse(mapping_field, column, f"a column of the data: {', '.join(column_names)}", fix)
     for role in columns:
+        # "question" is a usual name of the prompt's column, and nearer to "completion".
+        meant = next((known for known, names in COLUMN_NAMES.items() if str(role).lower() in names), None)
+        if role not in COLUMN_NAMES and meant is not None:
+            allowed = ", ".join(map(repr, COLUMN_NAMES))
+            refuse(f"{mapping_field} role", role, allowed, Value(meant))
         check_choice(f"{mapping_field} role", role, COLUMN_NAMES)
+    twice = next((column for column in columns.values() if list(columns.values()).count(column) > 1), None)
+    if twice is not None:
+        allowed = "a column of its own for each role: an answer in the question as well teaches to repeat it"
+        refuse(mapping_field, dict(columns), allowed, _suggest_mapping(column_names))
     format = next((name for name in ROLES if _is_complete(name, columns)), None)
     if format is None:
         allowed = f"the roles of one format ({_list_formats()})"
