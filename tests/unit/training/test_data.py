@@ -90,6 +90,13 @@ def test_transformers_opens_the_tokenizer_of_an_export(tmp_path: Path) -> None:
     assert opened.eos_token_id == END_OF_TEXT_ID and opened.model_max_length == 128
 
 
+def test_the_byte_order_mark_of_a_text_is_no_token(tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_text("Call me Ishmael.", encoding="utf-8")
+    marked.write_text("Call me Ishmael.", encoding="utf-8-sig")
+    assert read_tokens(marked).tolist() == read_tokens(plain).tolist()
+
+
 def test_any_utf8_is_text() -> None:
     from tokenizers import Tokenizer
 

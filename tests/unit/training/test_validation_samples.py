@@ -152,10 +152,11 @@ def test_prompts_of_the_data_end_before_the_last_answer_and_long_or_malformed_ro
         {"messages": []},
         say("e" * 9, "f"),
         say("g", "h"),
+        say("g", "again"),
         say("x", "b", "c", "j"),
     ]
     format = Format(name="messages", columns={"messages": "messages"})
-    prompts = list(read_prompts(Tokenizer(), rows, format, range(5), max_tokens=8))  # type: ignore[arg-type]
+    prompts = list(read_prompts(Tokenizer(), rows, format, range(6), max_tokens=8))  # type: ignore[arg-type]
     # With the last question alone, the samples of both conversations would be one prompt's in the run view.
     assert [prompt.text for prompt in prompts] == ["a … c", "g", "x … c"]
     assert prompts[0].ids == tuple(map(ord, "abc"))

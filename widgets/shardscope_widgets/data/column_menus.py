@@ -103,6 +103,10 @@ class ColumnMenus(widgets.VBox):
     def _show_roles(self, change: object = None) -> None:
         """Show one menu for each role of the format."""
         roles, suggested = ROLES[self.format.value], list_text_columns(self._names)
+        # With too few columns an optional part has none: two parts of one column would be an error.
+        optional = {role for role in roles if (self.format.value, role) in OPTIONAL_ROLES}
+        left_out = optional if len(suggested) < len(roles) else set[str]()
+        wanted = [role for role in roles if role not in left_out]
         self._is_offering = True
         try:
             for index, (menu, label, row) in enumerate(
@@ -111,12 +115,14 @@ class ColumnMenus(widgets.VBox):
                 controls.show_if(row, index < len(roles))
                 if index >= len(roles):
                     continue
-                is_optional = (self.format.value, roles[index]) in OPTIONAL_ROLES
+                is_optional = roles[index] in optional
                 label.value = ROLE_TITLES[roles[index]]
                 menu.options = [*([NO_COLUMN] if is_optional else []), *self._names]
                 menu.tooltip = f"Column of the {label.value.lower()}"
-                if suggested:
-                    menu.value = suggested[min(index, len(suggested) - 1)]
+                if roles[index] in left_out:
+                    menu.value = NO_COLUMN
+                elif suggested:
+                    menu.value = suggested[min(wanted.index(roles[index]), len(suggested) - 1)]
         finally:
             self._is_offering = False
         self._follow_menu()

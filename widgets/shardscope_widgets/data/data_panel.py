@@ -35,6 +35,8 @@ class DataQuestion:
     task: ss.Finetune
     seq_len: int
     stamp: Stamp
+    validation: object = None
+    """The user's validation data, whose rows are compared; None: not set."""
 
     def is_same_data(self, other: DataQuestion | None) -> bool:
         """Return whether ``other`` is about the same rows, at any sequence length."""
@@ -52,7 +54,11 @@ class DataPanel(Clickable):
     """
 
     preview = traitlets.Any(allow_none=True, default_value=None, help="The data as it was last read.")
-    problem = traitlets.Any(allow_none=True, default_value=None, help="The ValueError of data that is wrong.")
+    problem = traitlets.Any(
+        allow_none=True,
+        default_value=None,
+        help="The ValueError of data that is wrong, or of the validation data; the latter have a preview.",
+    )
 
     def __init__(
         self,
@@ -74,17 +80,25 @@ class DataPanel(Clickable):
         """Return whether there is data of which nothing is known yet."""
         return self._question is not None and self.preview is None and self.problem is None
 
-    def set_task(self, task: ss.Finetune | None, plan: ss.Plan | None) -> None:
-        """Read the examples of ``task`` at the sequence length of ``plan``; None: there are none to read."""
+    def set_task(self, task: ss.Finetune | None, plan: ss.Plan | None, validation: object = None) -> None:
+        """Read the examples of ``task`` at the sequence length of ``plan``; None: there are none to read.
+
+        With another ``validation`` they are read and compared again.
+        """
         question = None
         if task is not None and plan is not None:
-            question = DataQuestion(task=task, seq_len=plan.recipe.seq_len, stamp=_stamp(task.data))
+            question = DataQuestion(
+                task=task, seq_len=plan.recipe.seq_len, stamp=_stamp(task.data), validation=validation
+            )
             self._max_length = plan.architecture.max_position_embeddings
         if question == self._question:
             return
         before, self._question = self._question, question
         if question is None or not question.is_same_data(before):
             self._show_result(None)
+        elif before is not None and before.validation != validation:
+            # An error of validation data that are other ones now.
+            self.problem = None if self.preview is not None else self.problem
         if question is not None:
             # After the cell or the input's handler that calls this, so that it is shown first.
             call_in_loop(find_running_loop(), lambda: self._read(question))
@@ -94,27 +108,35 @@ class DataPanel(Clickable):
             _import_libraries()
             self._reader.request(question, lambda result: self._receive(question, result))
 
-    def _read_preview(self, question: DataQuestion) -> Preview:
+    def _read_preview(self, question: DataQuestion) -> tuple[Preview, ValueError | None]:
+        """Return the preview, and the error of the validation data if they are wrong."""
         preview = _read_preview(question)
-        task = self._hold_out(question.task.match_objective(), preview)
-        return replace(preview, num_shared_rows=task.count_shared_rows())
+        try:
+            task = self._hold_out(question.task.match_objective(), preview)
+            return replace(preview, num_shared_rows=task.count_shared_rows()), None
+        except ValueError as error:
+            return preview, error
 
-    def _receive(self, question: DataQuestion, result: Preview | Exception) -> None:
+    def _receive(self, question: DataQuestion, result: tuple[Preview, ValueError | None] | Exception) -> None:
         if question != self._question:  # The input was changed meanwhile.
             return
-        if isinstance(result, Exception) and not isinstance(result, ValueError):
-            result = ValueError(f"The data cannot be read: {type(result).__name__}: {result}")
-        self._show_result(result)
+        if isinstance(result, tuple):
+            self._show_result(*result)
+        elif isinstance(result, ValueError):
+            self._show_result(None, result)
+        else:
+            problem = ValueError(f"The data cannot be read: {type(result).__name__}: {result}")
+            self._show_result(None, problem)
 
-    def _show_result(self, result: Preview | ValueError | None) -> None:
-        preview = result if isinstance(result, Preview) else None
+    def _show_result(self, preview: Preview | None, problem: ValueError | None = None) -> None:
         self._advice = preview.recommend_length(self._max_length) if preview is not None else None
         # An error is shown at the input, above this panel.
-        is_shown = self._question is not None and not isinstance(result, ValueError)
+        is_shown = self._question is not None and (preview is not None or problem is None)
         self.value = _render_lines(preview, self._advice) if is_shown else ""
-        # Last: their observers read the rest.
-        self.preview = preview
-        self.problem = result if isinstance(result, ValueError) else None
+        # Last: their observers read the rest, and both at once.
+        with self.hold_trait_notifications():
+            self.preview = preview
+            self.problem = problem
 
     @property
     def advice(self) -> LengthAdvice | None:
@@ -153,7 +175,13 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
     tooltip = escape(preview.sentences[0], quote=True)
     objective = f"<p title='{escape(WHY_PAIRS, quote=True)}'>{PAIRS}</p>" if preview.has_pairs else ""
     shared = f"<p>{escape(preview.shared_rows_sentence)}</p>" if preview.num_shared_rows else ""
-    unread = f"<p>{escape(preview.unread_files)}</p>" if preview.unread_files else ""
+    unread = "".join(
+        f"<p>{escape(sentence)}</p>"
+        for sentence in (preview.unread_files, preview.unread_columns_sentence)
+        if sentence
+    )
+    lost = preview.lost_data_sentence
+    lost = f"<p title='Preview names the rows'>{escape(lost)}</p>" if lost else ""
     refusal = "" if preview.refusal is None else f"<p>{escape(preview.refusal.summary)}.</p>"
     show = (
         f"<button type='button' class='ss-act' data-act='{SHOW}' "
@@ -161,7 +189,7 @@ def _render_lines(preview: Preview | None, advice: LengthAdvice | None) -> str:
     )
     buttons = f"<div>{show}{render_length_button(advice)}</div>"
     status = f"<p role='status' title='{tooltip}'>{escape(line)}</p>"
-    return f"{status}{refusal}{unread}{objective}{shared}{buttons}"
+    return f"{status}{refusal}{lost}{unread}{objective}{shared}{buttons}"
 
 
 def _stamp(data: object) -> Stamp:

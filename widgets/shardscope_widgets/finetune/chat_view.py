@@ -152,7 +152,8 @@ class ChatColumn(widgets.VBox):
                 if time.monotonic() - drawn >= SECONDS_BETWEEN_DRAWINGS:
                     drawn = time.monotonic()
                     self._show_answer(number, escape(answer))
-            shown = escape(answer)
+            nothing = "stopped before an answer" if self._is_stopped else "an empty answer"
+            shown = escape(answer) if answer.strip() else f"<span class='ss-hint'>{nothing}</span>"
         except Exception as error:  # An exception in a thread is not shown in a notebook.
             shown = f"{escape(answer)}<span class='ss-error' role='alert'>{escape(str(error))}</span>"
         self._show_answer(number, f"{shown}\n\n", ended=True)

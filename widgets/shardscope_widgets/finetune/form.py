@@ -160,15 +160,16 @@ class FinetuneForm:
         if base.plain_text is not None:
             self.data_panel.set_task(None, None)
             return build_setup(base, first, settings, None), ""
-        self.data_panel.set_task(base, first)
-        problem = self.data_panel.problem
-        if isinstance(problem, UnknownColumnsError):
+        validation = settings.get("validation")
+        self.data_panel.set_task(base, first, validation)
+        problem, preview = self.data_panel.problem, self.preview_of_data
+        # Those of the validation data have no menus.
+        if isinstance(problem, UnknownColumnsError) and preview is None:
             self._mapped_data = data
             self.inputs.columns.offer(problem.column_names, problem.chat_column, problem.first_row)
             return None, UNKNOWN_COLUMNS
         if problem is not None:
             raise problem.with_traceback(None)
-        preview = self.preview_of_data
         if preview is None:
             return None, READING
         if preview.has_pairs:
@@ -177,7 +178,7 @@ class FinetuneForm:
             # Read the data once more, cut to the length that fits them.
             self._seq_len = (source, self.data_panel.advice.seq_len)
             first = build_first_plan(base.weights, machine, method, settings, self._seq_len[1])
-            self.data_panel.set_task(as_typed, first)
+            self.data_panel.set_task(as_typed, first, validation)
         elif preview.refusal is not None:
             raise preview.refusal.with_traceback(None)
         return build_setup(base, first, settings, preview), ""
@@ -261,7 +262,7 @@ def describe_validation(task: ss.Finetune, *, is_chosen: bool) -> str:
         why = "No data are held out" if is_chosen else "Too few data to hold some out"
         return f"{why} for validation: the last weights are kept."
     held_out = (
-        f"{100 * task.validation:.0f} % of the data are held out for validation."
+        f"{100 * task.validation:.3g} % of the data are held out for validation."
         if isinstance(task.validation, float)
         else f"Validated on {describe_source(task.validation)}."
     )

@@ -119,7 +119,8 @@ class FinetuneSettings(Picker):
         typed, recommended = self.value.get(field), parse_rate(placeholder)
         if not isinstance(error, FieldError) or not isinstance(typed, str) or isinstance(recommended, str):
             return error
-        return FieldError(error.field, typed, error.allowed, Value(recommended))
+        value = int(recommended) if recommended.is_integer() else recommended
+        return FieldError(error.field, typed, error.allowed, Value(value))
 
     def read(self, change: object = None) -> None:
         """Read the inputs."""

@@ -16,7 +16,7 @@ needs("transformers")
 
 from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
 from shardscope.training.examples import encoding, preview  # noqa: E402
-from shardscope.training.examples.conversation import encode_conversation  # noqa: E402
+from shardscope.training.examples.conversation import encode_conversation, read_prompts  # noqa: E402
 from shardscope.training.examples.encoding import Encoder  # noqa: E402
 from shardscope.training.examples.formats import read_example, recognize_format  # noqa: E402
 from shardscope.training.examples.preview import Preview, preview_examples  # noqa: E402
@@ -160,6 +160,21 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_a_fix() -> None:
     )
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["without marks", "with generation marks"])
+def test_a_conversation_that_the_template_refuses_is_a_malformed_row(template: str) -> None:
+    # As Gemma's template does, and Mistral's for other conversations.
+    refusal = "{{ raise_exception('System role not supported') }}"
+    strict = f"{{% if messages[0]['role'] == 'system' %}}{refusal}{{% endif %}}"
+    tokenizer = create_tokenizer(strict + template)
+    rows = [{"messages": TALK}, {"messages": [{"role": "system", "content": "Be brief."}, *TALK]}]
+    with pytest.raises(ValueError, match=r"Row 2: .*System role not supported.*bad_rows='skip'"):
+        preview_rows(rows, tokenizer)
+    assert preview_rows(rows, tokenizer, bad_rows="skip").counts.num_examples == 1
+    format = recognize_format("data", ["messages"])
+    prompts = list(read_prompts(tokenizer, open_rows("data", rows), format, range(2), max_tokens=64))
+    assert len(prompts) == 1
+
+
 def test_without_a_template_pairs_are_plain_text_and_messages_are_refused() -> None:
     tokenizer = create_tokenizer(None)
     row = preview_rows([{"prompt": "Who? ", "completion": "Ahab"}], tokenizer).rows[0]
@@ -263,6 +278,25 @@ def test_the_recommended_length_keeps_what_would_be_refused() -> None:
     # Where such rows are left out, one of 201 does not set the length.
     skipping = preview_rows(rows, seq_len=advice.seq_len, bad_rows="skip_truncated").recommend_length(512)
     assert skipping is not None and skipping.seq_len < 48
+
+
+def test_rows_that_teach_nothing_at_any_length_do_not_set_the_recommended_one() -> None:
+    usual = [{"prompt": "Who?", "completion": "Ahab"}] * 20
+    rows = [*usual, *[{"prompt": "whale " * 900, "completion": "Ahab"}] * 5]
+    shown = preview_rows(rows, seq_len=256, bad_rows="skip_truncated")
+    expected = preview_rows(usual, seq_len=256)
+    advice, alone = shown.recommend_length(512), expected.recommend_length(512)
+    assert advice is not None and alone is not None and advice.seq_len == alone.seq_len
+    # Nor are they packed.
+    assert shown.compute_packing_gain(256) == expected.compute_packing_gain(256)
+    windows = f"Packing makes {expected.count_windows(256)} window"
+    assert windows in str(shown) and windows in str(expected)
+
+
+def test_a_quantile_of_the_lengths_is_the_smallest_that_holds_its_share() -> None:
+    lengths = [*range(1, 20), 900]
+    shown = replace(preview_rows([{"prompt": "Who?", "completion": "Ahab"}]), lengths=lengths)
+    assert [shown.length_at(share) for share in (0.5, 0.95, 1.0)] == [10, 19, 900]
 
 
 def test_rows_that_never_bear_loss_are_refused_unless_all_bad_rows_are_skipped() -> None:
@@ -489,6 +523,20 @@ def test_a_system_column_begins_the_conversation(row: dict[str, Any]) -> None:
         assert read_example(format, {**row, "messages": [own, *TALK[:2]]}).messages == (own, *TALK[:2])
 
 
+def test_a_system_column_is_found_as_other_columns_are() -> None:
+    row = {"System Prompt": "unknown", " System ": "Be brief", "Prompt": "Call me", "Completion": "Ishmael"}
+    shown = preview_rows([row])
+    assert "Be brief" in "".join(shown.rows[0].tokens)
+    assert shown.unread_columns == ("System Prompt",)
+
+
+def test_columns_that_are_not_read_are_named() -> None:
+    row = {"id": "7", "context": "The ship is the Pequod.", "question": "Which ship?", "answer": "Pequod"}
+    assert "Columns that are not read: context." in preview_rows([row]).sentences
+    assert preview_rows([{**row, "system": "Be brief"}]).unread_columns == ("context",)
+    assert not preview_rows([{"messages": TALK, "tools": None}]).unread_columns
+
+
 def test_unknown_columns_are_named_with_a_mapping() -> None:
     with pytest.raises(ValueError, match=r'columns=\{"prompt": "q", "completion": "a"\}'):
         recognize_format("Finetune.data", ["q", "a"])
@@ -496,6 +544,12 @@ def test_unknown_columns_are_named_with_a_mapping() -> None:
     assert format.name == "prompt-completion"
     with pytest.raises(ValueError, match="columns is 'z'"):
         recognize_format("Finetune.data", ["q", "a"], {"prompt": "z", "completion": "a"})
+    with pytest.raises(ValueError, match=r"role is 'question'.*Nearest fix: 'prompt'"):
+        recognize_format("Finetune.data", ["q", "a"], {"question": "q", "completion": "a"})
+    # The question would contain its answer.
+    with pytest.raises(ValueError, match="a column of its own for each role"):
+        roles = {"instruction": "q", "input": "a", "output": "a"}
+        recognize_format("Finetune.data", ["q", "a"], roles)
 
 
 @pytest.mark.parametrize(

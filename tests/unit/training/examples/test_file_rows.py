@@ -452,6 +452,23 @@ def test_of_the_files_of_a_data_set_those_for_training_are_read(tmp_path: Path) 
     for name in ("test", "valuables", "trains"):
         write(others / f"{name}.jsonl", GOOD)
     assert len(open_all(others)) == 3
+    assert describe_unread_files(others) == ""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_byte_order_mark_of_a_text_is_no_character_of_it(streaming: bool, tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, "Call me Ishmael.", "utf-8-sig") for name in ("a.txt", "b.txt")]
+    rows: Any = load_files("Finetune.data", paths, streaming=streaming)
+    assert [row["text"] for row in rows] == ["Call me Ishmael."] * 2
+
+
+def test_files_of_subfolders_are_named_as_not_read(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", GOOD)
+    write(tmp_path / "more" / "rows.jsonl", GOOD)
+    write(tmp_path / "pictures" / "whale.png", "no data")
+    assert len(open_all(tmp_path).files) == 1
+    unread = describe_unread_files(tmp_path)
+    assert "more/" in unread and "pictures" not in unread
 
 
 def test_a_saved_dictionary_of_data_sets_is_refused_with_the_one_for_training(tmp_path: Path) -> None:

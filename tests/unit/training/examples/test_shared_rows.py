@@ -11,6 +11,7 @@ from tests.weights_folders import write_folder
 
 import shardscope as ss
 from shardscope.records.json_files import read_json
+from shardscope.training.data.batches import split_rows
 from shardscope.training.data.weights_tokenizer import WeightsTokenizer
 from shardscope.training.examples.encoding import Encoder
 from shardscope.training.examples.source_record import COUNTS
@@ -59,6 +60,24 @@ def test_a_run_records_how_many_validation_examples_are_trained_on(folder: Path,
     write_tokens(rows, encoder, ss.Recipe(seq_len=64), tmp_path)
     counts = read_json(tmp_path / VALIDATION_TOKENS / COUNTS)
     assert counts is not None and (counts["num_shared_examples"], counts["num_examples"]) == (3, 4)
+
+
+def test_a_validation_share_of_bad_rows_only_is_refused_as_such(folder: Path, tmp_path: Path) -> None:
+    drawn = split_rows(10, 0.1, seed=0)[1]
+    data = [{**row, "completion": "" if index in drawn else "Ahab."} for index, row in enumerate(ROWS[:10])]
+    rows = FinetuneRows(
+        task="Finetune",
+        data=data,
+        validation=0.1,
+        columns=None,
+        objective="sft",
+        bad_rows="skip",
+        streaming=False,
+        seed=0,
+    )
+    encoder = Encoder(WeightsTokenizer(WeightsFolder(folder, "weights")).load(), "completions")
+    with pytest.raises(ValueError, match=r"Finetune\.validation.* 1 row of 10.*completion is empty"):
+        write_tokens(rows, encoder, ss.Recipe(seq_len=64), tmp_path)
 
 
 def test_preview_names_files_that_are_not_read(folder: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_data_is_read_in_the_background(view: FinetuneView, monkeypatch: Any) ->
     def read_slowly(question: Any) -> Any:
         readers.append(threading.current_thread().name)
         assert may_continue.wait(READ_SECONDS)
-        return read(question)
+        return read(question), None
 
     panel = view.form.data_panel
     monkeypatch.setattr(panel._reader, "_compute", read_slowly)

@@ -113,6 +113,23 @@ def test_stop_keeps_what_was_answered_and_clear_forgets_it() -> None:
     view.close()
 
 
+def test_an_empty_answer_says_so() -> None:
+    run = ChattingRun(["\n"], ["fine"])
+    view, base, tuned = show(run)
+    type_and_send(view, "hello")
+    for chat in run.chats.values():
+        chat.allowed.release()
+    assert wait_until(lambda: not view.box.busy)
+    assert "an empty answer" in base.value and "empty" not in tuned.value
+    run.chats[True].pieces = ["late"]
+    type_and_send(view, "hello?")
+    assert wait_until(lambda: len(run.chats[True].texts) == 2)
+    view.stop_button.click()
+    assert wait_until(lambda: not view.box.busy)
+    assert "stopped before an answer" in base.value
+    view.close()
+
+
 def test_an_error_is_shown_where_the_answer_would_be() -> None:
     run = ChattingRun(["fail"], ["fine"])
     view, base, tuned = show(run)

@@ -41,7 +41,21 @@ def test_a_few_long_rows_are_left_out_and_counted() -> None:
     summary = view.form.preview.summary
     assert wait_until(lambda: "Left out: 1 row without a token that bears loss" in summary.value, 60)
     assert "line 601 of rows.jsonl: seq_len=24 cuts off its completion" in summary.value
+    assert "Not trained on: 1 row without" in view.form.data_panel.value
     assert not view.button.disabled
+    view.close()
+
+
+@pytest.mark.usefixtures("weights")
+def test_a_large_share_of_tokens_that_is_cut_off_is_shown_without_opening_the_preview() -> None:
+    rows = [{"prompt": f"Who is {number}?", "completion": " whale" * 500} for number in range(60)]
+    view: Any = FinetuneView("chatty", write_rows(rows))
+    assert wait_until(lambda: view.plan is not None and view.form.data_panel.advice is None, 120)
+    assert view.plan.recipe.seq_len == 256
+    # 256 of the tokens of each row are kept.
+    lengths = view.form.preview_of_data.lengths
+    share = 100 * (1 - 256 * len(lengths) / sum(lengths))
+    assert f"Not trained on: {share:.3g} % of all tokens" in view.form.data_panel.value
     view.close()
 
 

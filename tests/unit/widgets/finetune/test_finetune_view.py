@@ -165,6 +165,35 @@ def test_all_settings_reach_plan_and_task(files: Path) -> None:
         assert wait_until(lambda name=name, words=words: words in settings.rows[name].message), (name, wrong)
         assert view.button.disabled and settings.boxes[name].value == wrong
         settings.boxes[name].value = before
+    settings.boxes["lora_rank"].value = "big"
+    assert wait_until(lambda: "Use 16<" in settings.rows["lora_rank"].children[-1].value), "not 16.0"
+    view.close()
+
+
+def test_an_error_of_the_validation_data_ends_when_they_are_corrected(files: Path) -> None:
+    (files / "strange.jsonl").write_text('{"speech": "Ahoy"}\n')
+    view = show()
+    settings, panel = view.form.settings, view.form.data_panel
+    for wrong in ("nowhere.jsonl", "strange.jsonl"):
+        settings.boxes["validation"].value = wrong
+        # The data are read again, with the wrong validation data.
+        settings.boxes["loss_on"].value = "every token"
+        assert wait_until(lambda: panel.problem is not None and settings.rows["validation"].message), wrong
+        assert view.task is None and panel.preview is not None
+        assert "ss-off" in view.form.inputs.columns._dom_classes, "its menus are for the data"
+        settings.boxes["validation"].value = "0.125"
+        assert wait_until(lambda: view.task is not None and view.task.validation == 0.125), wrong
+        assert not settings.rows["validation"].message and "12.5 % of the data" in view.form.note.value
+        settings.boxes["loss_on"].value = "recommended"
+    view.close()
+
+
+def test_other_validation_data_are_compared_with_the_rows(files: Path) -> None:
+    view = show()
+    view.form.settings.boxes["validation"].value = "rows.jsonl"
+    assert wait_until(lambda: f"trained on as well: {NUM_ROWS}" in view.form.data_panel.value)
+    view.form.settings.boxes["validation"].value = "none"
+    assert wait_until(lambda: "trained on as well" not in view.form.data_panel.value)
     view.close()
 
 
@@ -188,6 +217,12 @@ def test_columns_without_known_names_are_chosen_from_menus(files: Path) -> None:
     menus.format.value = "text"
     menus.menus[0].value = "q"
     assert wait_until(lambda: view.task is not None and view.task.columns == {"text": "q"}, 60)
+    # Two columns of text, and three parts of which one is optional.
+    menus.format.value = "instruction"
+    assert [menu.value for menu in menus.menus] == ["q", "(none)", "a"]
+    assert wait_until(
+        lambda: view.task is not None and view.task.columns == {"instruction": "q", "output": "a"}
+    )
     # Other data need no menus, and forget what was chosen.
     view.form.inputs.data.value = "rows.jsonl"
     assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl")

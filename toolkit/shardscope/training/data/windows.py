@@ -34,7 +34,8 @@ def read_tokens(
         return read_shipped_tokens()
     path = text or SHIPPED_TEXT
     check_can_be_read(field, path)
-    return (encode or encode_text)(path.read_text(encoding="utf-8"))
+    # Without the mark that Windows' editors put before the text, which would be tokens of it.
+    return (encode or encode_text)(path.read_text(encoding="utf-8-sig"))
 
 
 MAX_TOKEN_BYTES, MAX_SHORT_BYTES = 16, 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,35 @@ def add_start_ids(start_ids: list[int], ids: list[int]) -> list[int]:
     return ids if ids[:1] == start_ids else start_ids + ids
 
 
+def render_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
+) -> str:
+    """Return a conversation as the chat template writes it, special tokens included.
+
+    Raises ``ValueError`` for one that the template refuses: Gemma's has no system message, and Mistral's
+    takes turns of user and assistant only alternately.
+    """
+    with report_template_errors():
+        rendered = tokenizer.apply_chat_template(
+            [{"role": message["role"], "content": message["content"]} for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    assert isinstance(rendered, str)
+    return rendered
+
+
+@contextmanager
+def report_template_errors() -> Iterator[None]:
+    """Raise jinja's errors of a chat template, which are no ``ValueError``, as one."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
+
+
 def encode_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
 ) -> list[int]:
@@ -60,12 +90,7 @@ def encode_conversation(
     start = list[int]()
     if find_template(tokenizer) is not None:
         # The template has written the special tokens.
-        rendered = tokenizer.apply_chat_template(
-            [{"role": message["role"], "content": message["content"]} for message in messages],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        assert isinstance(rendered, str)
+        rendered = render_conversation(tokenizer, messages, add_generation_prompt=True)
     else:
         rendered = "".join(message["content"] for message in messages)
         start = list_start_ids(tokenizer)
@@ -109,8 +134,10 @@ def read_prompts(
 ) -> Iterator[Prompt]:
     """Yield the prompt of each conversation: all before the assistant's last turn.
 
-    Rows without one are left out, such as malformed ones, and prompts of over ``max_tokens`` tokens.
+    Rows without one are left out, such as malformed ones, prompts of over ``max_tokens`` tokens, and those
+    with the text of an earlier one: samples are told apart by it.
     """
+    texts = set[str]()
     for index in indices:
         try:
             messages = read_example(format, rows[index]).messages
@@ -123,4 +150,6 @@ def read_prompts(
         if questions and len(ids) <= max_tokens:
             # Many conversations end with the same words, such as "Are you sure?": alone they name none.
             text = questions[0] if len(questions) == 1 else f"{questions[0]} … {questions[-1]}"
-            yield Prompt(text=text, ids=ids)
+            if text not in texts:
+                texts.add(text)
+                yield Prompt(text=text, ids=ids)

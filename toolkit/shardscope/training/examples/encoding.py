@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from shardscope.training.examples.conversation import add_start_ids, find_template, list_start_ids
+from shardscope.training.examples.conversation import (
+    add_start_ids,
+    find_template,
+    list_start_ids,
+    render_conversation,
+    report_template_errors,
+)
 from shardscope.training.examples.formats import Example, ExampleError, Message
 
 if TYPE_CHECKING:
@@ -149,9 +155,10 @@ class Encoder:
         return len(prompt), end
 
     def _read_generation_marks(self, messages: Sequence[Message]) -> list[bool]:
-        rendered = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        with report_template_errors():
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
         assert not isinstance(rendered, str | list)
         return [bool(flag) for flag in rendered["assistant_masks"]]
 
@@ -162,11 +169,7 @@ class Encoder:
         return self._encode_text(self._render_text(messages, add_generation_prompt=add_generation_prompt))
 
     def _render_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        assert isinstance(rendered, str)
-        return rendered
+        return render_conversation(self._tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
     def _encode_without_template(self, messages: Sequence[Message]) -> Encoded:
         """Return a prompt and a completion in plain text, with the end token after the completion."""

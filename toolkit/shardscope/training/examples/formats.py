@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from shardscope.core.errors import FieldError, check_choice, find_similar, refuse
+from shardscope.core.errors import FieldError, Value, check_choice, find_similar, refuse
 from shardscope.training.examples.file_rows import DELIMITERS
 from shardscope.training.examples.rows import Row
 
@@ -311,7 +311,16 @@ def _map_columns(field: str, column_names: Sequence[str], columns: Mapping[str, 
             fix = find_similar(column, column_names) or column_names[0]
             refuse(mapping_field, column, f"a column of the data: {', '.join(column_names)}", fix)
     for role in columns:
+        # "question" is a usual name of the prompt's column, and nearer to "completion".
+        meant = next((known for known, names in COLUMN_NAMES.items() if str(role).lower() in names), None)
+        if role not in COLUMN_NAMES and meant is not None:
+            allowed = ", ".join(map(repr, COLUMN_NAMES))
+            refuse(f"{mapping_field} role", role, allowed, Value(meant))
         check_choice(f"{mapping_field} role", role, COLUMN_NAMES)
+    twice = next((column for column in columns.values() if list(columns.values()).count(column) > 1), None)
+    if twice is not None:
+        allowed = "a column of its own for each role: an answer in the question as well teaches to repeat it"
+        refuse(mapping_field, dict(columns), allowed, _suggest_mapping(column_names))
     format = next((name for name in ROLES if _is_complete(name, columns)), None)
     if format is None:
         allowed = f"the roles of one format ({_list_formats()})"
@@ -391,11 +400,29 @@ def _read_pair(format: Format, row: Row, system: tuple[Message, ...]) -> Example
 
 
 def _read_system(row: Row) -> tuple[Message, ...]:
-    for column in SYSTEM_COLUMNS:
-        text = row.get(column)
+    for column in _list_system_columns(list(row)):
+        text = row[column]
         if isinstance(text, str) and text.strip():
             return ({"role": "system", "content": text},)
     return ()
+
+
+def _list_system_columns(column_names: Sequence[str]) -> list[str]:
+    """Return the columns with system messages, written as those of other roles may be."""
+    return [column for name in SYSTEM_COLUMNS for column in column_names if column.strip().lower() == name]
+
+
+def list_unread_columns(format: Format, column_names: Sequence[str]) -> list[str]:
+    """Return the columns that are not read, but for those whose names are of row numbers.
+
+    Such as the passage that a question is about, beside the question and its answer.
+    """
+    read = {*format.columns.values()}
+    if format.name != "text":
+        read |= {*_list_system_columns(column_names)}
+    if format.name == "messages":
+        read.add(TOOLS)
+    return [name for name in column_names if name not in read and not NUMBER_NAME.fullmatch(name.strip())]
 
 
 def _defines_tools(messages: tuple[Message, ...], tools: object) -> bool:

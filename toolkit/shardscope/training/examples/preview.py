@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import FieldError
+from shardscope.core.number_format import join_list
 from shardscope.training.examples.encoding import MAX_CHARACTERS, BeginningEncoder, Encoded, LossOn
-from shardscope.training.examples.formats import Format
+from shardscope.training.examples.formats import Format, list_unread_columns
 from shardscope.training.examples.length_histogram import HISTOGRAM_STYLE, render_histogram
 from shardscope.training.examples.packed_windows import pack_lengths
+from shardscope.training.examples.preview_html import LEGEND, STYLE, render_row, render_window
 from shardscope.training.examples.rows import Rows
 from shardscope.training.examples.token_table import (
     MULTIPLE,
@@ -32,8 +36,8 @@ MAX_SAMPLED_ROWS, MAX_SAMPLED_CHARACTERS = 2000, 8_000_000
 """Rows whose lengths a preview measures, evenly spaced, and their characters: tokenizing takes seconds."""
 NUM_WEIGHED_ROWS = 16
 """Rows, evenly spaced, whose mean number of characters is that of all."""
-MAX_SHOWN_TOKENS = 1500
-"""Tokens of one row that the HTML shows."""
+MAX_NAMED_COLUMNS = 6
+"""Columns that a sentence names."""
 QUANTILES = (0.5, 0.9, 0.95, 1.0)
 MAX_PADDING, MAX_CUT = 0.3, 0.02
 """Shares of padding and of truncated tokens from which another sequence length is recommended."""
@@ -102,6 +106,8 @@ class Preview:
     """Whether the tokenizer has a chat template."""
     unread_files: str = ""
     """A sentence about files of the data's folder that are not read; empty if all are."""
+    unread_columns: tuple[str, ...] = ()
+    """Columns that are not read, but for row numbers."""
     vocabulary_warning: str = ""
     """A sentence about a tokenizer that is much smaller than the embedding; empty if the sizes are usual."""
     num_shared_rows: int | None = 0
@@ -128,19 +134,34 @@ class Preview:
     def length_at(self, quantile: float) -> int:
         """Return the number of tokens that this share of the examples does not exceed."""
         ordered = sorted(self.lengths)
-        return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+        return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)]
+
+    def select_learnable(self, seq_len: int) -> Preview:
+        """Return this preview without the lengths of rows of which ``seq_len`` tokens leave nothing to learn.
+
+        They are not trained on. Unchanged if no row would be left.
+        """
+        is_left_out = [needed is None or needed > seq_len for needed, _ in self.counts.lengths_without_loss]
+        rows = self.counts.lengths_without_loss
+        others = Counter(length for _, lengths in compress(rows, is_left_out) for length in lengths)
+        lengths = list((Counter(self.lengths) - others).elements())
+        if not others or not lengths:
+            return self
+        kept = [row for row, left_out in zip(rows, is_left_out, strict=True) if not left_out]
+        return replace(self, lengths=lengths, counts=replace(self.counts, lengths_without_loss=kept))
 
     def padding_at(self, seq_len: int) -> float:
         """Return the share of padding in unpacked rows of ``seq_len`` tokens."""
-        return 1 - sum(min(length, seq_len) for length in self.lengths) / (len(self.lengths) * seq_len)
+        lengths = self.select_learnable(seq_len).lengths
+        return 1 - sum(min(length, seq_len) for length in lengths) / (len(lengths) * seq_len)
 
     def count_windows(self, seq_len: int) -> int:
         """Return the number of windows of ``seq_len`` tokens that packing makes of the measured examples."""
-        return len(pack_lengths(self.lengths, seq_len))
+        return len(pack_lengths(self.select_learnable(seq_len).lengths, seq_len))
 
     def compute_packing_gain(self, seq_len: int) -> float:
         """Return the average number of examples in a window of ``seq_len`` tokens."""
-        return len(self.lengths) / self.count_windows(seq_len)
+        return len(self.select_learnable(seq_len).lengths) / self.count_windows(seq_len)
 
     def cut_at(self, seq_len: int) -> float:
         """Return the share of all tokens that rows of ``seq_len`` tokens cut off."""
@@ -151,25 +172,28 @@ class Preview:
 
         It is the longest example's, or that of 95 % of the examples if few are much longer and cutting them
         loses little; if rows without a token that bears loss are refused, at least a length that leaves every
-        row one. None if padding and truncation are small now, or if no other length is better.
+        row one. Rows that teach nothing even at ``max_length`` do not count. None if padding and truncation
+        are small now, or if no other length is better.
         """
         if self.seq_len is None:
             return None
+        learnable = self.select_learnable(max_length)
         usual, longest = (
-            min(max_length, -(-self.length_at(share) // MULTIPLE) * MULTIPLE) for share in (0.95, 1.0)
+            min(max_length, -(-learnable.length_at(share) // MULTIPLE) * MULTIPLE) for share in (0.95, 1.0)
         )
-        best = usual if longest > MUCH_LONGER * usual and self.cut_at(usual) <= MAX_CUT else longest
+        best = usual if longest > MUCH_LONGER * usual and learnable.cut_at(usual) <= MAX_CUT else longest
         needed = -(-self.counts.length_with_loss // MULTIPLE) * MULTIPLE
         if self.bad_rows == "refuse" and needed <= max_length:
             best = max(best, needed)
-        padding, cut = self.padding_at(self.seq_len), self.cut_at(self.seq_len)
-        lost = self.cut_at(best)
-        covered = f"all but {100 * lost:.1f} % of the data" if lost else "the longest row"
+        padding, cut = learnable.padding_at(self.seq_len), learnable.cut_at(self.seq_len)
+        lost = learnable.cut_at(best)
+        longest_row = "the longest row" + (" that can be learned" if learnable is not self else "")
+        covered = f"all but {100 * lost:.1f} % of the data" if lost else longest_row
         if best < self.seq_len and padding > MAX_PADDING:
             why = (
                 f"{100 * padding:.0f} % of a row of {self.seq_len:,} tokens is padding, which costs time "
-                f"and memory and teaches nothing. {best:,} tokens have {100 * self.padding_at(best):.0f} % "
-                f"padding and hold {covered}."
+                f"and memory and teaches nothing. {best:,} tokens have "
+                f"{100 * learnable.padding_at(best):.0f} % padding and hold {covered}."
             )
         elif best > self.seq_len and self.refusal is not None:
             rows = count_rows(self.counts.num_rows_without_loss)
@@ -208,6 +232,8 @@ class Preview:
                 f"The length of {count_rows(self.num_estimated_rows)} with a text of more than "
                 f"{MAX_CHARACTERS:,} characters is estimated from its beginning."
             )
+        if self.unread_columns:
+            lines.append(self.unread_columns_sentence)
         if self.unread_files:
             lines.insert(1, self.unread_files)
         if self.refusal is not None:
@@ -246,6 +272,31 @@ class Preview:
             "validation loss shows what was memorized."
         )
 
+    @property
+    def unread_columns_sentence(self) -> str:
+        """The columns that are not read, as a sentence; empty without any."""
+        if not self.unread_columns:
+            return ""
+        names = list(self.unread_columns)
+        if len(names) > MAX_NAMED_COLUMNS:
+            names = [*names[: MAX_NAMED_COLUMNS - 1], f"{len(names) - MAX_NAMED_COLUMNS + 1} more"]
+        return f"Columns that are not read: {join_list(names)}."
+
+    @property
+    def lost_data_sentence(self) -> str:
+        """The rows that are left out, and the share of tokens that is cut off, if it is not small."""
+        counts, parts = self.counts, list[str]()
+        if counts.num_rows_without_loss and self.refusal is None:
+            parts.append(f"{count_rows(counts.num_rows_without_loss)} without a token that bears loss")
+        if counts.num_bad_rows:
+            parts.append(count_rows(counts.num_bad_rows, "malformed row"))
+        cut = 0.0 if self.seq_len is None else self.select_learnable(self.seq_len).cut_at(self.seq_len)
+        if cut > MAX_CUT:
+            others = " other" if parts else ""
+            parts.append(f"{100 * cut:.3g} % of all{others} tokens, beyond the sequence length")
+        of = "" if counts.num_rows == self.num_rows else f", of {count_rows(counts.num_rows)} measured"
+        return f"Not trained on: {join_list(parts)}{of}." if parts else ""
+
     def _describe_packing(self, seq_len: int) -> str:
         line = f"Unpacked rows of {seq_len:,} tokens are {100 * self.padding_at(seq_len):.0f} % padding."
         if self.has_pairs:
@@ -254,9 +305,10 @@ class Preview:
         if gain <= 1:
             return line
         padding = 1 - (1 - self.padding_at(seq_len)) * gain
-        num_windows = math.ceil(self.num_rows / gain)
+        num_examples = round(self.num_rows * self.counts.num_examples / max(1, self.counts.num_rows))
+        num_windows = math.ceil(num_examples / gain)
         return (
-            f"{line} Packing makes {count_rows(num_windows, 'window')} of {self.num_rows:,} rows, {gain:.1f} "
+            f"{line} Packing makes {count_rows(num_windows, 'window')} of {num_examples:,} rows, {gain:.1f} "
             f"times fewer steps per epoch, with {100 * padding:.0f} % padding."
         )
 
@@ -272,8 +324,8 @@ class Preview:
 
     def rows_to_html(self) -> str:
         """Return a self-contained HTML fragment of the rows, with a legend."""
-        windows = [_render_window(number, window) for number, window in enumerate(self.windows, 1)]
-        rows = "".join(windows or map(_render_row, self.rows))
+        windows = [render_window(number, window) for number, window in enumerate(self.windows, 1)]
+        rows = "".join(windows or map(render_row, self.rows))
         return f'<div class="shardscope-preview"><style>{STYLE}</style>{LEGEND}{rows}</div>'
 
     def _repr_html_(self) -> str:
@@ -283,89 +335,6 @@ class Preview:
         return "\n".join(self.sentences)
 
     __repr__ = __str__
-
-
-# Colours are the page's own, with a blue that has enough contrast on JupyterLab's light and dark background.
-# Learned tokens are underlined as well, for those who see no difference in colour.
-STYLE = """
-.shardscope-preview { font: 13px/1.5 var(--jp-ui-font-family, sans-serif);
-  color: var(--jp-ui-font-color1, inherit); }
-.shardscope-preview ul { margin: 0 0 10px; padding-left: 18px; }
-.shardscope-preview mark { background: rgba(58, 134, 255, 0.2); color: inherit;
-  border-bottom: 2px solid #3a86ff; }
-.shardscope-preview .legend { margin: 0 0 8px; font-size: 12px;
-  color: var(--jp-ui-font-color2, inherit); }
-.shardscope-preview .legend mark { padding: 0 4px; }
-.shardscope-preview .row { margin: 0 0 10px; border-radius: 5px; overflow: hidden;
-  border: 1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.4)); }
-.shardscope-preview .title { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 12px;
-  padding: 3px 10px; font-size: 12px; font-variant-numeric: tabular-nums;
-  border-bottom: 1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.4)); }
-.shardscope-preview .title strong { font-weight: 600; }
-.shardscope-preview .title span { color: var(--jp-ui-font-color2, inherit); }
-.shardscope-preview .chart { max-width: 640px; margin: 0 0 14px; }
-.shardscope-preview .part + .part {
-  border-top: 1px dashed var(--jp-border-color1, rgba(128, 128, 128, 0.7)); }
-.shardscope-preview .part > p { margin: 0; padding: 4px 10px 0; font-size: 12px;
-  color: var(--jp-ui-font-color2, inherit); }
-.shardscope-preview .row pre { margin: 0; padding: 6px 10px; max-height: 240px; overflow: auto;
-  background: none;
-  font: 12.5px/1.7 var(--jp-code-font-family, monospace); color: inherit; white-space: pre-wrap;
-  word-break: normal; overflow-wrap: anywhere; }
-.shardscope-preview i { font-size: 0.86em; font-style: normal; color: var(--jp-ui-font-color2, inherit); }
-.shardscope-preview mark i { color: inherit; }
-"""
-# Words are apart without the style sheet too, which GitHub's viewer removes: not "Row 151 tokens".
-LEGEND = (
-    '<p class="legend"><mark>learned</mark> bears loss · context: read, not learned · '
-    "<i>&lt;special token&gt;</i> · <i>↵</i> learned line break</p>"
-)
-
-
-def _render_window(number: int, window: PreviewWindow) -> str:
-    """Return a window with a line between its rows."""
-    parts, num_shown = list[str](), 0
-    for row in window.rows:
-        if num_shown >= MAX_SHOWN_TOKENS:
-            parts.append(f'<div class="part"><p>… {len(window.rows) - len(parts):,} more rows</p></div>')
-            break
-        num_shown += len(row.ids)
-        counts = f"{len(row.ids):,} tokens, {sum(row.bears_loss):,} learned"
-        text = f"Row {row.index + 1:,}: {counts}; positions 0 to {len(row.ids) - 1:,}"
-        parts.append(f'<div class="part"><p>{text}</p><pre>\n{_render_tokens(row)}</pre></div>')
-    num_tokens = sum(len(row.ids) for row in window.rows)
-    counts = f"{len(window.rows):,} rows, {num_tokens:,} tokens, {window.num_padding:,} of padding"
-    title = f'<div class="title"><strong>Window {number}</strong> <span>{counts}</span></div>'
-    return f'<div class="row">{title}{"".join(parts)}</div>'
-
-
-def _render_row(row: PreviewRow) -> str:
-    counts = f"{len(row.ids):,} tokens, {sum(row.bears_loss):,} learned"
-    if row.num_left_out:
-        counts += f", and about {row.num_left_out:,} more"
-    name = f"Row {row.index + 1:,}" + (f", {row.side}" if row.side else "")
-    title = f'<div class="title"><strong>{name}</strong> <span>{counts}</span></div>'
-    # The parser drops a line break right after <pre>: a row that starts with one needs a second.
-    return f'<div class="row">{title}<pre>\n{_render_tokens(row)}</pre></div>'
-
-
-def _render_tokens(row: PreviewRow) -> str:
-    pieces, learned = [], False
-    tokens = zip(row.tokens, row.bears_loss, row.is_special, strict=True)
-    for token, bears_loss, is_special in list(tokens)[:MAX_SHOWN_TOKENS]:
-        if bears_loss != learned:
-            pieces.append("<mark>" if bears_loss else "</mark>")
-            learned = bears_loss
-        text = escape(token)
-        # A mark around a line break alone is not visible.
-        if bears_loss:
-            text = text.replace("\n", "<i>↵</i>\n")
-        pieces.append(f"<i>{text}</i>" if is_special else text)
-    pieces.append("</mark>" if learned else "")
-    if len(row.tokens) > MAX_SHOWN_TOKENS:
-        num_more = len(row.tokens) - MAX_SHOWN_TOKENS + row.num_left_out
-        pieces.append(f"<i> … {num_more:,} more tokens</i>")
-    return "".join(pieces)
 
 
 def preview_examples(
@@ -439,6 +408,7 @@ def preview_examples(
         bad_rows=bad_rows,
         counts=counts,
         num_rows=len(rows),
+        unread_columns=tuple(list_unread_columns(format, rows.column_names)),
         has_template=encoder.has_template,
         num_estimated_rows=num_estimated,
         windows=windows,

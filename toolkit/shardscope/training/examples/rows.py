@@ -317,20 +317,30 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def describe_unread_files(source: object) -> str:
-    """Return a sentence about the files of a folder that are named as validation or test data, and so are not
-    read; empty if there are none."""
+    """Return sentences about the data in a folder that are not read: files that are named as validation or
+    test data, and those of subfolders. Empty if there are none."""
     if not isinstance(source, Path) or not source.is_dir() or (source / ARROW_STATE).is_file():
         return ""
-    files = _list_data_files(source)
+    files, sentences = _list_data_files(source), list[str]()
     names = [path.name for path in files if _is_split(files) and _is_other_split(path)]
-    if not names:
-        return ""
+    if names:
+        sentences.append(
+            f"Not read, because a name like this means validation or test data: {_join_names(names)}. To "
+            "train on such a file, give it another name."
+        )
+    folders = [path for path in sorted(source.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    if names := [f"{path.name}/" for path in folders if _list_data_files(path)]:
+        sentences.append(
+            f"Not read, because only the files of the folder itself are: {_join_names(names)}. To train on "
+            f"those as well, move them into {source.name}."
+        )
+    return " ".join(sentences)
+
+
+def _join_names(names: list[str]) -> str:
     if len(names) > MAX_NAMED_FILES:
         names = [*names[: MAX_NAMED_FILES - 1], f"{len(names) - MAX_NAMED_FILES + 1} more"]
-    return (
-        f"Not read, because a name like this means validation or test data: {join_list(names)}. To train on "
-        "such a file, give it another name."
-    )
+    return join_list(names)
 
 
 def _list_data_files(folder: Path) -> list[Path]:
@@ -413,6 +423,8 @@ def load_files(field: str, files: list[Path], *, streaming: bool) -> object:
     if loader == TEXT_LOADER:
         # One row a file: "line" would make a training example of each line.
         options["sample_by"] = "document"
+        # Without the mark that Windows' editors put before a text.
+        options["encoding"] = "utf-8-sig"
     datasets.disable_progress_bars()
     # ``datasets`` would log its own traceback before our error message.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

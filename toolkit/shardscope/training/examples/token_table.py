@@ -62,8 +62,9 @@ class RowCounts:
     """The first of these rows with their reasons, such as "row 3: no token of it bears loss"."""
     longest_without_loss: int = 0
     """Tokens of the longest of these rows, before truncation."""
-    needed_lengths: list[int] = field(default_factory=list)
-    """For each row that only truncation leaves without loss, the smallest sequence length with some."""
+    lengths_without_loss: list[tuple[int | None, tuple[int, ...]]] = field(default_factory=list)
+    """For each of these rows, the smallest sequence length that leaves it a token that bears loss (None: none
+    does), and its tokens before truncation, of a pair those of each side."""
     length_with_loss: int = 0
     """The smallest sequence length that leaves every row a token that bears loss, if any length does."""
 
@@ -79,10 +80,10 @@ class RowCounts:
             self.num_never_with_loss += 1
             reason = "both answers are the same" if len(sides) > 1 else "no token of it bears loss"
         else:
-            self.needed_lengths.append(length)
             what = "what its answers differ in" if len(sides) > 1 else "its completion"
             reason = f"seq_len={seq_len:,} cuts off {what}, which begins at token {length:,}"
-        self.longest_without_loss = max(self.longest_without_loss, *(side.length for side in sides))
+        self.lengths_without_loss.append((length, tuple(side.length for side in sides)))
+        self.longest_without_loss = max(self.longest_without_loss, *self.lengths_without_loss[-1][1])
         if len(self.rows_without_loss) < MAX_NAMED_ROWS:
             self.rows_without_loss.append(f"{describe_place(rows, index)}: {reason}")
 
@@ -91,6 +92,11 @@ class RowCounts:
         self.num_bad_rows += 1
         if len(self.bad_rows) < MAX_NAMED_ROWS:
             self.bad_rows.append(f"{describe_place(rows, index)}: {error}")
+
+    @property
+    def needed_lengths(self) -> list[int]:
+        """For each row that only truncation leaves without loss, the smallest sequence length with some."""
+        return [length for length, _ in self.lengths_without_loss if length is not None]
 
     @property
     def named_rows_without_loss(self) -> str:
@@ -213,7 +219,7 @@ def find_refusal(
         return None
     if not number:
         named = "; ".join(counts.bad_rows)
-        value = f"{counts.num_rows:,} rows, all malformed ({named})"
+        value = f"{count_rows(counts.num_rows)}, all malformed ({named})"
         return FieldError(field, value, "at least one readable row", "repair them")
     fixes = []
     longer = min(-(-counts.longest_without_loss // MULTIPLE) * MULTIPLE, max_seq_len or 2**62)

@@ -6,7 +6,9 @@ Streamed examples are tokenized by each rank while it trains.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
+from shardscope.core.errors import refuse
 from shardscope.core.number_format import format_count
 from shardscope.core.recipe import Recipe
 from shardscope.training.data.batches import Batches, Share, split_rows
@@ -22,10 +24,12 @@ from shardscope.training.examples.rows import describe_unread_files
 from shardscope.training.examples.source_record import save_counts, save_shared_count
 from shardscope.training.examples.streamed_batches import StreamedBatches, StreamedExamples, StreamReader
 from shardscope.training.examples.token_table import (
+    MAX_NAMED_ROWS,
     RowCounts,
     TokenTable,
     build_table,
     check_examples,
+    count_rows,
     count_shared_examples,
     describe_counts,
     iterate_encoded,
@@ -95,12 +99,26 @@ def _write_table(
         indices=indices,
     )
     table = build_table(encoded)
+    # Rows drawn for validation may all be bad ones, while those for training are not.
+    is_share = indices is not None and folder.name == VALIDATION_TOKENS
+    if is_share and rows.bad_rows != "refuse" and not counts.num_examples:
+        _refuse_share(rows, counts, len(opened))
     check_examples(field, counts, seq_len, rows.bad_rows, rows.max_seq_len)
     table.save(folder)
     save_counts(folder, counts)
     for line in describe_counts(counts, seq_len):
         print(line, flush=True)
     return table
+
+
+def _refuse_share(rows: FinetuneRows, counts: RowCounts, num_rows: int) -> NoReturn:
+    """Raise ``ValueError`` for a validation share of ``num_rows`` rows that has no example."""
+    reasons = "; ".join([*counts.bad_rows, *counts.rows_without_loss][:MAX_NAMED_ROWS])
+    allowed = (
+        f"a share that has an example: it draws {count_rows(counts.num_rows)} of {num_rows:,}, and none of "
+        f"them can be learned ({reasons})"
+    )
+    refuse(rows.name_field("validation"), rows.validation, allowed, "a larger share, or another data source")
 
 
 def load_batches(
