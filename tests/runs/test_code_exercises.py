@@ -70,7 +70,7 @@ def no_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     folders = tmp_path / "temporary"
     folders.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folders))
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    before = psutil.Process().children()  # such as the browser of other tests
     yield
     deadline = time.monotonic() + 30
     while left := list_processes(folders, before):
@@ -79,9 +79,9 @@ def no_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert not list(folders.iterdir()), "a check left files"
 
 
-def list_processes(folder: Path, before: set[int]) -> list[psutil.Process]:
+def list_processes(folder: Path, before: list[psutil.Process]) -> list[psutil.Process]:
     """Return processes that the check started: children, and any that names its folder."""
-    left = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
+    left = [child for child in psutil.Process().children() if child not in before]
     for process in psutil.process_iter(["cmdline", "status"]):
         if process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
             left += [process] if str(folder) in " ".join(process.info["cmdline"] or ()) else []
