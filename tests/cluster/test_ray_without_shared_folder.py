@@ -213,6 +213,7 @@ def test_fault_85_the_process_that_receives_records_is_killed(target: ss.Ray, no
     assert json.loads((run.folder / "job.json").read_text())["folder"] == "streamed"
 
 
+@thorough()
 def test_fault_61_a_launch_that_raises_after_ray_has_begun_the_run(
     target: ss.Ray, cluster: TwoNodeRay, notebook: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
