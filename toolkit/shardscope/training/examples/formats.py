@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from shardscope.core.errors import FieldError, Value, check_choice, find_similar, refuse
-from shardscope.training.examples.file_rows import DELIMITERS
+from shardscope.training.examples.file_rows import DELIMITERS, find_delimiter
 from shardscope.training.examples.rows import Row
 
 FormatName: TypeAlias = Literal["text", "prompt-completion", "instruction", "messages", "preference"]
@@ -80,8 +80,8 @@ INDEX_NAME = "Unnamed: 0"
 """pandas' name for a first column without one, such as the index that ``DataFrame.to_csv`` writes."""
 MAX_NAME_CHARACTERS = 60
 """Longest column name that no sentence is suspected in."""
-MAX_QUESTION_CHARACTERS = 200
-"""Longest question of a survey that is suspected as a column name."""
+MAX_QUESTION_CHARACTERS = 1000
+"""Longest name that an error repeats: a survey's question is shorter, a document may have any length."""
 
 
 class ExampleError(ValueError):
@@ -105,20 +105,18 @@ class UnknownColumnsError(FieldError):
     def __init__(self, field: str, column_names: Sequence[str], rows: IndexedRows) -> None:
         row = _read_first(rows)
         chats = _find_chat_column(column_names, row)
-        fix = f'columns={{"messages": "{chats}"}}' if chats else _suggest_mapping(column_names)
+        fix = f'columns={{"messages": {_quote(chats)}}}' if chats else _suggest_mapping(column_names)
         wrapped = None if chats or len(rows) > 1 else _find_wrapped_rows(row)
         if wrapped is not None:
             fix = f'the rows alone, which are the list in "{wrapped}"'
-        self.first_row = _find_first_row(column_names, rows)
-        """The first line of a CSV file if it may be a row instead of column names; else empty."""
+        self.first_row, self.header = _find_first_row(column_names, rows)
+        """The first line of a CSV file if it may be a row instead of column names, and a line with names
+        that could be above it; else empty."""
         if self.first_row:
-            above = f"a line with names, such as {suggest_header(len(column_names))}, above"
-            first = f"the first line of the file, {self.first_row!r},"
-            is_text = any("\n" in name or len(name) > MAX_QUESTION_CHARACTERS for name in column_names)
-            if is_text:
-                fix = f"{above} {first} which reads like a row and would not be trained on"
-            else:
-                fix = f"{fix} if {first} has the names; if it is a row, which is not trained on, {above} it"
+            fix = (
+                f"{fix} if the first line of the file, {self.first_row!r}, has the names; if it is a row, "
+                f"which is not trained on, a line with names, such as {self.header}, above it"
+            )
         super().__init__(
             field,
             f"data with the columns {', '.join(column_names)}",
@@ -222,28 +220,32 @@ def list_text_columns(column_names: Sequence[str]) -> list[str]:
     return names or list(column_names)
 
 
-def suggest_header(num_columns: int) -> str:
-    """Return a sample of the first line that a CSV file without column names lacks."""
-    if num_columns == 1:
-        return "text"
-    return "prompt,completion" if num_columns == 2 else "prompt,completion,..."
+def _suggest_header(cells: Sequence[str]) -> list[str]:
+    """Return names for the cells of a first line without names: a known format, and other columns."""
+    names = ["text"] if len(cells) == 1 else ["prompt", "completion"]
+    # A number before two texts counts the rows.
+    if len(cells) > 2 and NUMBER.fullmatch(cells[0]):
+        names.insert(0, "id")
+    return names + [f"column_{number}" for number in range(len(names) + 1, len(cells) + 1)]
 
 
-def _find_first_row(column_names: Sequence[str], rows: IndexedRows) -> str:
-    """Return the header of a CSV file if it may be a row; else an empty text.
+def _find_first_row(column_names: Sequence[str], rows: IndexedRows) -> tuple[str, str]:
+    """Return the header of a CSV file if it may be a row, and one with names; else empty texts.
 
     One of its names is a sentence, which a survey's question is too, or a number among texts.
     """
     files = getattr(rows, "files", ())
     if not files or files[0].suffix.lower() not in DELIMITERS or column_names[0] == INDEX_NAME:
-        return ""
+        return "", ""
     names = [name.strip() for name in column_names]
     # Numbers alone are the names of pandas' columns that have none. A column of row numbers may be first.
     are_numbers = [bool(NUMBER.fullmatch(name)) for name in list_text_columns(names)]
     if not any(map(_is_sentence, names)) and (all(are_numbers) or not any(are_numbers)):
-        return ""
-    line = ",".join(names)
-    return line if len(line) <= MAX_NAME_CHARACTERS else f"{line[: MAX_NAME_CHARACTERS - 1]}…"
+        return "", ""
+    delimiter = find_delimiter(files[0])
+    line = delimiter.join(names)
+    short = line if len(line) <= MAX_NAME_CHARACTERS else f"{line[: MAX_NAME_CHARACTERS - 1]}…"
+    return short, delimiter.join(_suggest_header(names))
 
 
 def _is_sentence(name: str) -> bool:
@@ -299,8 +301,14 @@ def _find_chat_column(column_names: Sequence[str], row: Mapping[str, object]) ->
 def _suggest_mapping(column_names: Sequence[str]) -> str:
     names = list_text_columns(column_names)
     if len(names) == 1:
-        return f'columns={{"text": "{names[0]}"}}'
-    return f'columns={{"prompt": "{names[0]}", "completion": "{names[1]}"}}'
+        return f'columns={{"text": {_quote(names[0])}}}'
+    return f'columns={{"prompt": {_quote(names[0])}, "completion": {_quote(names[1])}}}'
+
+
+def _quote(name: str) -> str:
+    """Return a column name as Python has it: a cell of a spreadsheet may have line breaks and quotes."""
+    short = name if len(name) <= MAX_QUESTION_CHARACTERS else f"{name[: MAX_QUESTION_CHARACTERS - 1]}…"
+    return json.dumps(short, ensure_ascii=False)
 
 
 def _map_columns(field: str, column_names: Sequence[str], columns: Mapping[str, str]) -> Format:
