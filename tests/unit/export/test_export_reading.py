@@ -579,6 +579,92 @@ def test_megatron_flags_that_contradict_the_architecture_raise(
         from_megatron(tmp_path, MEGATRON.replace("--group-query-attention\n", ""), architecture=LLAMA)
 
 
+GPT2 = """\
+--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257
+--seq-length 1024 --max-position-embeddings 1024
+--micro-batch-size 1 --global-batch-size 32 --bf16
+"""
+"""The flags that Megatron-LM's example of GPT-3 175B has, with the sizes of GPT-2."""
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "expected"),
+    [
+        (
+            GPT2.replace("embeddings 1024", "embeddings 32768"),
+            "gpt2",
+            r"max-position-embeddings is 32768; allowed: 1024, as gpt2 has.* --max-position-embeddings 1024",
+        ),
+        (
+            f"{GPT2} --position-embedding-type rope",
+            "gpt2",
+            r"position-embedding-type is 'rope'; allowed: 'learned_absolute'.*type learned_absolute",
+        ),
+        (
+            MEGATRON.replace("type rope", "type learned_absolute"),
+            "llama-3.1-8b",
+            r"line 8, position-embedding-type is 'learned_absolute'; allowed: 'rope'.*type rope",
+        ),
+        (
+            MEGATRON.replace("--position-embedding-type rope", ""),
+            "llama-3.1-8b",
+            r"position-embedding-type is None; allowed: 'rope'.*default is 'learned_absolute'",
+        ),
+        (
+            MEGATRON.replace("--ffn-hidden-size 14336", ""),
+            "llama-3.1-8b",
+            r"ffn-hidden-size is None; allowed: 14336.*default is 10880",
+        ),
+        (
+            MEGATRON.replace("--num-query-groups 8", ""),
+            "llama-3.1-8b",
+            r"num-query-groups is None; allowed: 8.*default is 1",
+        ),
+        (f"{GPT2} --disable-bias-linear", "gpt2", "disable-bias-linear is True"),
+        (f"{GPT2} --normalization RMSNorm", "gpt2", "normalization is 'RMSNorm'; allowed: 'LayerNorm'"),
+    ],
+)
+def test_megatron_flags_of_another_model_than_the_architecture_raise(
+    text: str, model: str, expected: str, tmp_path: Path
+) -> None:
+    """Learned positions are parameters, 24 M in the first case. Missing flags have Megatron-LM's defaults."""
+    with pytest.raises(ValueError, match=rf"args.txt, .*{expected}"):
+        from_megatron(tmp_path, text, architecture=ss.models[model])
+
+
+def test_defaults_of_megatron_are_those_of_its_own_gpt(tmp_path: Path) -> None:
+    """LayerNorm, learned positions, and biases of queries and keys, since all linear layers have them."""
+    plan = from_megatron(tmp_path, GPT2, architecture=ss.models["gpt2"])
+    assert plan.layout == ss.Layout.megatron(distributed_optimizer=False)
+    written_out = (
+        f"{GPT2} --normalization LayerNorm --position-embedding-type learned_absolute --add-qkv-bias"
+    )
+    assert from_megatron(tmp_path, written_out, architecture=ss.models["gpt2"]) == plan
+
+
+def test_the_older_flag_of_rotary_positions_is_read(tmp_path: Path) -> None:
+    text = MEGATRON.replace("--position-embedding-type rope", "--use-rotary-position-embeddings")
+    text = text.replace("--lr 3e-4", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert from_megatron(tmp_path, text, architecture=LLAMA).architecture is LLAMA
+        assert replace(from_megatron(tmp_path, text).architecture, name=LLAMA.name) == LLAMA
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, None])
+def test_warns_of_another_padding_of_the_vocabulary(architecture: Any, tmp_path: Path) -> None:
+    """Padded to a multiple of 128 x tp, as the plan counts it, it has 128,256 rows with tp=2."""
+    text = MEGATRON.replace("--lr 3e-4", "--make-vocab-size-divisible-by {}")
+    with pytest.warns(UserWarning, match=r"line 22, make-vocab-size-divisible-by is 4096.*131,072.*128,256"):
+        from_megatron(tmp_path, text.format(4096), architecture=architecture)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for divisor in (1, 128):
+            from_megatron(tmp_path, text.format(divisor), architecture=architecture)
+    with pytest.raises(ValueError, match="line 22, make-vocab-size-divisible-by is 'x'"):
+        from_megatron(tmp_path, text.format("x"), architecture=architecture)
+
+
 def test_a_missing_architecture_raises_with_the_catalogues_model_of_these_sizes(tmp_path: Path) -> None:
     """The fix for Megatron-LM's example of Mixtral was Llama 3.1 8B, which the next error refused."""
     experts = MEGATRON.replace("--vocab-size 128256", "--num-experts 8 --moe-router-topk 2")
