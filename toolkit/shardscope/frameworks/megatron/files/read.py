@@ -189,6 +189,7 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
         file = expand_home(str(arguments))
         return _parse_arguments(file.name, _split_lines(file.name, read_text(str(arguments)))), file
     if isinstance(arguments, str):
+        arguments = arguments.replace("\r\n", "\n")
         try:
             # A backslash and the line break after it are one space to a shell.
             arguments = shlex.split(arguments.replace("\\\n", " "))
