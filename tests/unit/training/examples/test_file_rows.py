@@ -11,8 +11,9 @@ import pytest
 from tests.requirements import needs
 
 from shardscope.core.errors import FieldError
+from shardscope.training.examples.column_names import list_text_columns
 from shardscope.training.examples.file_rows import FileRows
-from shardscope.training.examples.formats import list_text_columns, read_example, recognize_format
+from shardscope.training.examples.formats import read_example, recognize_format
 from shardscope.training.examples.rows import describe_unread_files, load_files, open_rows, resolve_source
 from shardscope.training.examples.source_record import hash_path
 from shardscope.training.examples.streamed_rows import read_first_rows
