@@ -417,7 +417,7 @@ def test_reads_comments_and_trailing_commas_as_deepspeed_does(tmp_path: Path) ->
 def test_reads_keys_that_serve_as_comments(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        values = {"_comment": "ours", "//": "note", "comment": "", "zero_optimization": {"stage": 2}}
+        values = {"_comment": "ours", "//": "note", "comment": ["a", "b"], "zero_optimization": {"stage": 2}}
         assert from_zero(tmp_path, values).layout == ss.Layout.zero(2)
 
 
@@ -760,6 +760,11 @@ GPT2 = """\
             MEGATRON.replace("--num-query-groups 8", ""),
             "llama-3.1-8b",
             r"num-query-groups is None; allowed: 8.*default is 1",
+        ),
+        (
+            f"{GPT2} --use-rotary-position-embeddings",
+            "gpt2",
+            "line 4, use-rotary-position.*fix: leave it out",
         ),
         (f"{GPT2} --disable-bias-linear", "gpt2", "disable-bias-linear is True"),
         (f"{GPT2} --normalization RMSNorm", "gpt2", "normalization is 'RMSNorm'; allowed: 'LayerNorm'"),

@@ -87,7 +87,7 @@ SWITCHED = (
 )  # fmt: skip
 """Sections without an effect unless they have ``"enabled": true``."""
 COMMENTS = ("comment", "comments", "note", "notes", "description")
-"""Top-level keys whose text is a comment: JSON has none, and DeepSpeed ignores unknown keys there."""
+"""Top-level keys that serve as comments: JSON has none, and DeepSpeed ignores unknown keys there."""
 ZERO_NOT_IN_PLAN = (
     "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions", "compute_grad_norm",
     "load_from_fp32_weights", "elastic_checkpoint", "zenflow",

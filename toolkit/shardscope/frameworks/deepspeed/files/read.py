@@ -67,7 +67,7 @@ def read_plan(
     # Unknown and removed keys first: a misspelt key would otherwise be a default without notice.
     for keys, planned, not_in_plan in SECTIONS:
         section = document.read_section(*keys)
-        notes = [] if keys else [key for key, value in section.items() if _is_comment(key, value)]
+        notes = [] if keys else [key for key in section if _is_comment(key)]
         # A disabled precision has no effect, whatever its other options are.
         if keys in (("fp16",), ("bf16",)) and section.get("enabled") is False:
             silent = list(not_in_plan)
@@ -115,9 +115,9 @@ def _rename_keys(document: Document) -> None:
         document.rename_key((OLD_PRECISION,), "bf16")
 
 
-def _is_comment(key: str, value: object) -> bool:
+def _is_comment(key: str) -> bool:
     """Return whether a top-level key is a comment: DeepSpeed ignores those that it does not know."""
-    return key.startswith(("_", "//")) or (key.lower() in COMMENTS and isinstance(value, str))
+    return key.startswith(("_", "//")) or key.lower() in COMMENTS
 
 
 def _is_off(name: str, value: object) -> bool:

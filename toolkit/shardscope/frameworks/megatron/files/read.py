@@ -25,6 +25,7 @@ from shardscope.frameworks.formats.sidecar_files import (
 )
 from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, build_arguments
 from shardscope.frameworks.megatron.files.read_architecture import (
+    ROTARY,
     SHAPE,
     check_padding,
     check_positions,
@@ -92,7 +93,7 @@ READ = (
     "hidden-dropout", "attention-dropout", "fp16", "bf16", "fp8-format", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "attention-backend", "cross-entropy-loss-fusion",
     "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations",
-    "moe-expert-capacity-factor", "use-flash-attn", "use-rotary-position-embeddings",
+    "moe-expert-capacity-factor", "use-flash-attn", ROTARY,
 )  # fmt: skip
 COSTLY = frozenset({
     *("mtp-num-layers", "recompute-modules", "moe-layer-recompute", "fine-grained-activation-offloading"),
@@ -115,7 +116,7 @@ ALONE = frozenset({
     "moe-router-pre-softmax", *COUNTED_ENDS, "fp16", "bf16", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "cross-entropy-loss-fusion", "recompute-activations",
     "use-flash-attn", "optimizer-cpu-offload", "use-megatron-fsdp", "use-custom-fsdp",
-    "use-torch-fsdp2", "use-rotary-position-embeddings",
+    "use-torch-fsdp2", ROTARY,
 })  # fmt: skip
 """Flags without a value."""
 MISSPELT = 0.9

@@ -27,6 +27,8 @@ SHAPE = (
     *("moe-shared-expert-intermediate-size", "moe-router-pre-softmax"),
 )
 """Flags that describe the architecture."""
+ROTARY = "use-rotary-position-embeddings"
+"""Older flag for ``--position-embedding-type rope``."""
 SIZES = {
     "num_hidden_layers": "num-layers",
     "hidden_size": "hidden-size",
@@ -68,7 +70,14 @@ def read_architecture(document: Document, parts: PlanParts, flag_values: FileFie
         return _build_llama(document, flag_values)
     # Compare each flag of the shape with the one that an export of the architecture would write.
     shape = build_architecture_flags(parts.architecture)
+    # validate_args sets the type to rope then, whatever it is.
+    is_rotary = document.get(ROTARY) is True
+    if is_rotary and shape["position-embedding-type"] != "rope":
+        allowed = f"nothing: {parts.architecture.name} has no rotary positions"
+        document.refuse((ROTARY,), allowed, "leave it out")
     for flag in SHAPE:
+        if flag == "position-embedding-type" and is_rotary:
+            continue
         value, planned_value = document.get(flag), shape.get(flag, _MISSING)
         if flag == "moe-layer-freq" and planned_value is not _MISSING:
             value = _expand_layer_freq(value, parts.architecture)
@@ -104,7 +113,7 @@ def _find_default(flag: str, document: Document, architecture: Architecture) -> 
     if flag == "normalization":
         return "LayerNorm"
     if flag == "position-embedding-type":
-        return "rope" if document.get("use-rotary-position-embeddings") else "learned_absolute"
+        return "learned_absolute"
     if flag == "add-qkv-bias":
         return None if document.get("disable-bias-linear") else True
     if flag == "num-query-groups":
@@ -201,7 +210,7 @@ def _build_llama(document: Document, flag_values: FileFields) -> Architecture:
         **dict.fromkeys(("num-experts", "multi-latent-attention", "add-qkv-bias", "qk-layernorm")),
     }
     for flag, value in of_llama.items():
-        is_rotary = flag == "position-embedding-type" and document.get("use-rotary-position-embeddings")
+        is_rotary = flag == "position-embedding-type" and document.get(ROTARY) is True
         if document.get(flag) != value and not is_rotary:
             wanted = "" if value is True else f" {value}"
             has = f"has --{flag}{wanted}" if value else f"is without --{flag}"
