@@ -275,6 +275,7 @@ FLAGS: dict[str, Callable[[str], Any] | None] = {
     "recompute-method": str, "recompute-num-layers": int, "recompute-activations": None,
     "use-flash-attn": None, "use-megatron-fsdp": None, "use-custom-fsdp": None, "use-torch-fsdp2": None,
     "pipeline-model-parallel-layout": str, "cpu-offloading-num-layers": int,
+    "use-rotary-position-embeddings": None,
 }  # fmt: skip
 """Every flag that an export writes or a reader takes, with its type; None: store_true, or store_false for
 ``disable-bias-linear``. Read off Megatron-LM's megatron/training/arguments.py (commit 000c4ac2 of 2025): no
@@ -286,7 +287,7 @@ WRITTEN_OUT = frozenset({
     "num-layers-per-virtual-pipeline-stage",
     "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
     "global-batch-size", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16",
-    "recompute-activations", "use-flash-attn",
+    "recompute-activations", "use-flash-attn", "use-rotary-position-embeddings",
     "use-custom-fsdp", "use-torch-fsdp2",
 })  # fmt: skip
 """Those that stand in that file alone; Megatron-LM makes the others from megatron-core's dataclasses since

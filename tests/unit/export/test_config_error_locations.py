@@ -140,17 +140,17 @@ def read_error_message(kind: str, before: str, after: str, folder: Path, **argum
         ),
         (
             "zero",
-            '"offload_optimizer"',
-            '"offload_param"',
-            "zero.json, line 5, zero_optimization.offload_param.device and line 3, zero_optimization.stage: "
-            "Layout.offload_params is 'cpu'",
+            '"device": "cpu"',
+            '"device": "nvme"',
+            "zero.json, line 5, zero_optimization.offload_optimizer.device and line 3, "
+            "zero_optimization.stage: Layout.offload_optimizer is 'nvme'",
         ),
         (
             "zero",
             '"offload_optimizer": {\n      "device": "cpu"\n    }',
-            '"cpu_offload_param": true',
-            "zero.json, line 4, zero_optimization.cpu_offload_param and line 3, zero_optimization.stage: "
-            "Layout.offload_params is 'cpu'",
+            '"cpu_offload": true\n  },\n  "optimizer": {\n    "type": "Lion"',
+            "zero.json, line 7, optimizer.type and line 4, zero_optimization.cpu_offload: "
+            "Recipe.optimizer is 'lion'",
         ),
     ],
 )

@@ -269,6 +269,26 @@ def test_old_and_other_accelerate_files_are_named(line: str, expected: str, tmp_
         from_fsdp(tmp_path, f"{line}\ndistributed_type: MULTI_GPU\n")
 
 
+@pytest.mark.parametrize("kind", ["NO", "no", "'NO'"])
+def test_an_unquoted_no_is_the_type_of_one_process(kind: str, tmp_path: Path) -> None:
+    """YAML reads it as false, with which ``accelerate launch`` starts one process, as with 'NO'."""
+    one = ss.Cluster.parse("h100-sxm-80gb")
+    assert from_fsdp(tmp_path, f"distributed_type: {kind}\n", cluster=one).layout == ss.Layout.ddp()
+    with pytest.raises(ValueError, match=r"line 1, distributed_type is 'NO'.*8 ranks.*fix: 'MULTI_GPU'"):
+        from_fsdp(tmp_path, f"distributed_type: {kind}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_warned_of"),
+    [("dynamo_backend: 'NO'", False), ("dynamo_mode: default", False), ("dynamo_backend: EAGER", True)],
+)
+def test_a_compiler_is_warned_of_if_there_is_one(options: str, is_warned_of: bool, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from_fsdp(tmp_path, f"{FSDP}dynamo_config:\n  {options}\n")
+    assert ["dynamo_config (line 25)" in str(warning.message) for warning in caught] == [True] * is_warned_of
+
+
 def test_a_file_of_another_tool_lacks_a_distributed_type(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"distributed_type is None; allowed: NO, MULTI_GPU"):
         from_fsdp(tmp_path, "output_dir: out\nfp16: false\n")
@@ -397,7 +417,7 @@ def test_reads_comments_and_trailing_commas_as_deepspeed_does(tmp_path: Path) ->
 def test_reads_keys_that_serve_as_comments(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        values = {"_comment": "ours", "//": "note", "zero_optimization": {"stage": 2}}
+        values = {"_comment": "ours", "//": "note", "comment": ["a", "b"], "zero_optimization": {"stage": 2}}
         assert from_zero(tmp_path, values).layout == ss.Layout.zero(2)
 
 
@@ -408,7 +428,7 @@ def test_keys_without_stage3_are_the_same_as_with_it(tmp_path: Path) -> None:
     layout = from_zero(tmp_path, {"zero_optimization": section}).layout
     options = {f"stage3_{name}": number for name, number in numbers.items()}
     assert layout == ss.Layout.zero(3, **options, stage3_param_persistence_threshold=10 * LLAMA.hidden_size)
-    with pytest.warns(UserWarning, match=r"plan: zero_optimization.stage3_gather_16bit\w+ \(line 4\)$"):
+    with pytest.warns(UserWarning, match=r"plan: zero_optimization.gather_16bit\w+ \(line 4\)$"):
         from_zero(tmp_path, {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}})
     with pytest.raises(ValueError, match=r"line 4, zero_optimization.max_live_parameters: this key"):
         section = {"stage3_max_live_parameters": 0, "max_live_parameters": 0}
@@ -434,6 +454,125 @@ def test_names_only_the_unread_options_that_differ_from_defaults(tmp_path: Path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         from_zero(tmp_path, {"fp16": {"enabled": False, "loss_scale": 128}})
+
+
+DISABLED: tuple[dict[str, Any], ...] = (
+    *(
+        {name: {"enabled": False, "dtype": "bfloat16"}}
+        for name in ("flops_profiler", "torch_autocast", "hybrid_engine", "data_efficiency", "wandb")
+    ),
+    {"activation_checkpointing": {}},
+    {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": 4}},
+    {"compile": {"deepcompile": False}},
+    {"sequence_parallel_size": 1},
+    {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": True}},
+    {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 0}},
+    {"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": False}},
+    {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": False}}},
+    {"bf16": {"enabled": True, "bf16_optimizer_states": False}},
+)
+
+
+@pytest.mark.parametrize("values", DISABLED, ids=str)
+def test_disabled_options_are_not_warned_of(values: dict[str, Any], tmp_path: Path) -> None:
+    """They were, as ones that can change memory or step time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_zero(tmp_path, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("torch_autocast", {"torch_autocast": {"enabled": True}}),
+        ("activation_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}),
+        ("compile", {"compile": {"deepcompile": True}}),
+        ("sequence_parallel_size", {"sequence_parallel_size": 2}),
+        ("leaf_module", {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Experts"]}}}),
+        (
+            "module_granularity_threshold",
+            {"zero_optimization": {"stage": 3, "module_granularity_threshold": 5}},
+        ),
+    ],
+)
+def test_enabled_options_are_warned_of(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=rf"Predictions are without {name}, which can change memory"):
+        from_zero(tmp_path, values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"amp": {"enabled": False}},
+        {"eigenvalue": {"enabled": False}},
+        {"curriculum_learning": {"enabled": False}},
+        {"compression_training": {}},
+        {"sparse_gradients": False},
+    ],
+    ids=str,
+)
+def test_keys_that_deepspeed_has_removed_are_warned_of_as_such(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """They cost nothing if disabled, but DeepSpeed stops at them."""
+    (name,) = values
+    with pytest.warns(UserWarning) as caught:
+        from_zero(tmp_path, values)
+    (warning,) = caught
+    assert re.search(rf"DeepSpeed 0.19.8 has removed .*: {name} \(line 2\)", str(warning.message))
+    assert warning.filename == __file__
+
+
+def test_switched_and_removed_sections_are_those_of_deepspeed() -> None:
+    needs("deepspeed")
+    from deepspeed.runtime import config
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    known = {*config_keys.TOP_LEVEL, *config_keys.TOP_LEVEL_NOT_IN_PLAN}
+    assert {*config_keys.REMOVED_SECTIONS} == known & {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS}
+    empty = {name: {} for name in config_keys.SWITCHED if name not in config_keys.REMOVED_SECTIONS}
+    read = DeepSpeedConfig({"train_batch_size": 1, **empty})
+    for section in (read.flops_profiler_config, read.hybrid_engine, read.expert_parallel_config):
+        assert not section.enabled
+    assert not read.autotuning_config.enabled and not read.monitor_config.enabled
+    assert not read.torch_autocast_enabled and not read.data_efficiency_enabled
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_offload_of_parameters_below_stage_3_is_warned_of(
+    stage: int, device: str, tmp_path: Path
+) -> None:
+    """DeepSpeed accepts and ignores it, as it does in the files of ``accelerate config``."""
+    section = {"device": device, "pin_memory": False, "nvme_path": "/nvme", "buffer_count": 7}
+    values = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "offload_param": section}
+    if stage == 0:
+        del values["offload_optimizer"]
+    with pytest.warns(UserWarning, match=r"not in the plan: zero_optimization.offload_param \(line \d\)$"):
+        layout = from_zero(tmp_path, {"zero_optimization": values}).layout
+    assert (layout.stage, layout.offload_params) == (stage, None)  # type: ignore[attr-defined]
+    assert layout.pin_memory  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match=r"zero_optimization.cpu_offload_param \(line 4\)$"):
+        from_zero(tmp_path, {"zero_optimization": {"stage": stage, "cpu_offload_param": True}})
+
+
+def test_errors_name_the_key_that_is_in_the_file(tmp_path: Path) -> None:
+    for key in ("prefetch_bucket_size", "stage3_prefetch_bucket_size"):
+        with pytest.raises(ValueError, match=rf"line 4, zero_optimization\.{key} is 'big'"):
+            from_zero(tmp_path, {"zero_optimization": {"stage": 3, key: "big"}})
+
+
+def test_the_older_name_of_bf16_is_read(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = from_zero(tmp_path, {"bfloat16": {"enabled": True}})
+    assert plan.recipe.precision == "bf16-mixed"
+    with pytest.raises(ValueError, match=r"line 3, bfloat16\.enabled is 'yes'"):
+        from_zero(tmp_path, {"bfloat16": {"enabled": "yes"}})
+    # DeepSpeed ignores it with the newer one.
+    with pytest.warns(UserWarning, match=r"bfloat16 \(line 2\)$"):
+        plan = from_zero(tmp_path, {"bfloat16": {"enabled": True}, "bf16": {"enabled": False}})
+    assert plan.recipe.precision == "fp32"
 
 
 def test_unread_options_that_change_memory_or_time_are_named(tmp_path: Path) -> None:
@@ -549,6 +688,8 @@ def test_reads_a_whole_command_of_megatron(tmp_path: Path) -> None:
     given: dict[str, Any] = {"cluster": EIGHT, "architecture": LLAMA}
     assert ss.Plan.from_megatron(command, **given).layout == expected
     assert ss.Plan.from_megatron(command.replace("\\\n", "").split(), **given).layout == expected
+    # Copied from an editor of Windows.
+    assert ss.Plan.from_megatron(command.replace("\n", "\r\n"), **given).layout == expected
     with pytest.raises(ValueError, match="the arguments: No closing quotation"):
         ss.Plan.from_megatron(f"{command} --data-path 'a b", **given)
     with pytest.raises(
@@ -577,6 +718,97 @@ def test_megatron_flags_that_contradict_the_architecture_raise(
     assert from_megatron(tmp_path, tokenizer, architecture=LLAMA).architecture is LLAMA
     with pytest.raises(ValueError, match=r"group-query-attention is None.*fix: --group-query-attention\.$"):
         from_megatron(tmp_path, MEGATRON.replace("--group-query-attention\n", ""), architecture=LLAMA)
+
+
+GPT2 = """\
+--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257
+--seq-length 1024 --max-position-embeddings 1024
+--micro-batch-size 1 --global-batch-size 32 --bf16
+"""
+"""The flags that Megatron-LM's example of GPT-3 175B has, with the sizes of GPT-2."""
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "expected"),
+    [
+        (
+            GPT2.replace("embeddings 1024", "embeddings 32768"),
+            "gpt2",
+            r"max-position-embeddings is 32768; allowed: 1024, as gpt2 has.* --max-position-embeddings 1024",
+        ),
+        (
+            f"{GPT2} --position-embedding-type rope",
+            "gpt2",
+            r"position-embedding-type is 'rope'; allowed: 'learned_absolute'.*type learned_absolute",
+        ),
+        (
+            MEGATRON.replace("type rope", "type learned_absolute"),
+            "llama-3.1-8b",
+            r"line 8, position-embedding-type is 'learned_absolute'; allowed: 'rope'.*type rope",
+        ),
+        (
+            MEGATRON.replace("--position-embedding-type rope", ""),
+            "llama-3.1-8b",
+            r"position-embedding-type is None; allowed: 'rope'.*default is 'learned_absolute'",
+        ),
+        (
+            MEGATRON.replace("--ffn-hidden-size 14336", ""),
+            "llama-3.1-8b",
+            r"ffn-hidden-size is None; allowed: 14336.*default is 10880",
+        ),
+        (
+            MEGATRON.replace("--num-query-groups 8", ""),
+            "llama-3.1-8b",
+            r"num-query-groups is None; allowed: 8.*default is 1",
+        ),
+        (
+            f"{GPT2} --use-rotary-position-embeddings",
+            "gpt2",
+            "line 4, use-rotary-position.*fix: leave it out",
+        ),
+        (f"{GPT2} --disable-bias-linear", "gpt2", "disable-bias-linear is True"),
+        (f"{GPT2} --normalization RMSNorm", "gpt2", "normalization is 'RMSNorm'; allowed: 'LayerNorm'"),
+    ],
+)
+def test_megatron_flags_of_another_model_than_the_architecture_raise(
+    text: str, model: str, expected: str, tmp_path: Path
+) -> None:
+    """Learned positions are parameters, 24 M in the first case. Missing flags have Megatron-LM's defaults."""
+    with pytest.raises(ValueError, match=rf"args.txt, .*{expected}"):
+        from_megatron(tmp_path, text, architecture=ss.models[model])
+
+
+def test_defaults_of_megatron_are_those_of_its_own_gpt(tmp_path: Path) -> None:
+    """LayerNorm, learned positions, and biases of queries and keys, since all linear layers have them."""
+    plan = from_megatron(tmp_path, GPT2, architecture=ss.models["gpt2"])
+    assert plan.layout == ss.Layout.megatron(distributed_optimizer=False)
+    written_out = (
+        f"{GPT2} --normalization LayerNorm --position-embedding-type learned_absolute --add-qkv-bias"
+    )
+    assert from_megatron(tmp_path, written_out, architecture=ss.models["gpt2"]) == plan
+
+
+def test_the_older_flag_of_rotary_positions_is_read(tmp_path: Path) -> None:
+    text = MEGATRON.replace("--position-embedding-type rope", "--use-rotary-position-embeddings")
+    text = text.replace("--lr 3e-4", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert from_megatron(tmp_path, text, architecture=LLAMA).architecture is LLAMA
+        assert replace(from_megatron(tmp_path, text).architecture, name=LLAMA.name) == LLAMA
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, None])
+def test_warns_of_another_padding_of_the_vocabulary(architecture: Any, tmp_path: Path) -> None:
+    """Padded to a multiple of 128 x tp, as the plan counts it, it has 128,256 rows with tp=2."""
+    text = MEGATRON.replace("--lr 3e-4", "--make-vocab-size-divisible-by {}")
+    with pytest.warns(UserWarning, match=r"line 22, make-vocab-size-divisible-by is 4096.*131,072.*128,256"):
+        from_megatron(tmp_path, text.format(4096), architecture=architecture)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for divisor in (1, 128):
+            from_megatron(tmp_path, text.format(divisor), architecture=architecture)
+    with pytest.raises(ValueError, match="line 22, make-vocab-size-divisible-by is 'x'"):
+        from_megatron(tmp_path, text.format("x"), architecture=architecture)
 
 
 def test_a_missing_architecture_raises_with_the_catalogues_model_of_these_sizes(tmp_path: Path) -> None:
@@ -739,10 +971,6 @@ def test_fault_35_invalid_accelerate_configs_raise_with_line_and_key(
         ('{\n  "bf16": {"enabled": true},\n  "fp16": {"enabled": true}\n}', r"line 2, bf16.enabled"),
         ('{\n  "optimizer": {"type": "OneBitAdam"}\n}', r"line 2, optimizer.type is 'OneBitAdam'"),
         ('{\n  "bf16": {"enabled": "yes"}\n}', r"line 2, bf16.enabled is 'yes'"),
-        (
-            '{"zero_optimization": {"stage": 2,\n"offload_param": {"device": "cpu"}}}',
-            r"line 2, .*offload_param.device",
-        ),
         ('{"zero_optimization": {"stage": 3,\n"sub_group_size": "auto"}}', r"line 2, .*sub_group_size"),
         (
             '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": true},\n'

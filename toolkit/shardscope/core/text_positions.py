@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardscope.core.errors import FieldError
 
@@ -21,6 +21,8 @@ class TextPositions:
     """All values, nested as in the text."""
     lines: dict[KeyPath, int]
     """Key path -> line number, from 1."""
+    names: dict[KeyPath, KeyPath] = field(default_factory=dict)
+    """Key path -> that in the text, of keys that :meth:`rename_key` has renamed."""
 
     def get(self, *keys: str) -> object:
         """Return the value at the path ``keys``; None if it does not exist."""
@@ -30,6 +32,22 @@ class TextPositions:
                 return None
             value = value.get(key)
         return value
+
+    def rename_key(self, keys: KeyPath, name: str) -> None:
+        """Give the value at ``keys`` another name; locations still have the one in the text."""
+        section = self.get(*keys[:-1])
+        assert isinstance(section, dict)
+        section[name] = section.pop(keys[-1])
+        self.names[(*keys[:-1], name)] = keys
+        for path in [path for path in self.lines if path[: len(keys)] == keys]:
+            self.lines[(*keys[:-1], name, *path[len(keys) :])] = self.lines.pop(path)
+
+    def get_name(self, keys: KeyPath) -> KeyPath:
+        """Return the key path as the text has it."""
+        for length in range(len(keys), 0, -1):
+            if keys[:length] in self.names:
+                return (*self.names[keys[:length]], *keys[length:])
+        return keys
 
     def locate(self, *keys: str) -> str:
         """Return the location of a key for messages: file, line, key."""
@@ -43,7 +61,7 @@ class TextPositions:
         # A missing key has no line of its own: use the line of its section.
         sections = (keys[:length] for length in range(len(keys), 0, -1))
         line = next((self.lines[section] for section in sections if section in self.lines), None)
-        return f"{f'line {line}, ' if line else ''}{'.'.join(keys)}"
+        return f"{f'line {line}, ' if line else ''}{'.'.join(self.get_name(keys))}"
 
     def add_location(self, error: FieldError, paths: Mapping[str, KeyPath]) -> FieldError:
         """Return the error with the locations of the fields that it names; ``paths`` has their key paths.

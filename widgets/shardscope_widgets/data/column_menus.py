@@ -8,13 +8,8 @@ from html import escape
 import ipywidgets as widgets
 import traitlets
 
-from shardscope.training.examples.formats import (
-    OPTIONAL_ROLES,
-    ROLES,
-    FormatName,
-    list_text_columns,
-    suggest_header,
-)
+from shardscope.training.examples.column_names import list_text_columns
+from shardscope.training.examples.formats import OPTIONAL_ROLES, ROLES, FormatName
 from shardscope_widgets.kit import controls
 
 TITLES: dict[FormatName, str] = {
@@ -79,13 +74,15 @@ class ColumnMenus(widgets.VBox):
             menu.observe(self._follow_menu, "value")
         self.hide()
 
-    def offer(self, names: Sequence[str], chat_column: str | None = None, first_row: str = "") -> None:
+    def offer(
+        self, names: Sequence[str], chat_column: str | None = None, first_row: str = "", header: str = ""
+    ) -> None:
         """Show the menus for these columns; nothing is applied yet.
 
         The column of conversations is chosen, or else the first ones of texts. ``first_row`` is the first
-        line of a file if it may be a row.
+        line of a file if it may be a row, and ``header`` a line of names that could be above it.
         """
-        self.hint.value = _warn_of_first_row(first_row, len(names)) if first_row else UNKNOWN_NAMES
+        self.hint.value = _warn_of_first_row(first_row, header) if first_row else UNKNOWN_NAMES
         if tuple(names) != self._names:
             self._names, self.columns = tuple(names), None
             of_texts: FormatName = "text" if len(list_text_columns(names)) == 1 else "prompt-completion"
@@ -140,12 +137,12 @@ class ColumnMenus(widgets.VBox):
         self.button.add_class("ss-off")
 
 
-def _warn_of_first_row(line: str, num_columns: int) -> str:
+def _warn_of_first_row(line: str, header: str) -> str:
     """Return why the first row of a file without names would be lost, and how to keep it."""
     return (
         f"<span role='alert' class='ss-caution'>The first line of the file, <q>{escape(line)}</q>, may be a "
         "row. It is taken for the names of the columns and is not trained on. If it is a row, add a line "
-        f"with names above it, such as <code>{suggest_header(num_columns)}</code>.</span> "
+        f"with names above it, such as <code style='white-space:pre-wrap'>{header}</code>.</span> "
         "If these are names, say what the columns are."
     )
 

@@ -166,7 +166,9 @@ class FinetuneForm:
         # Those of the validation data have no menus.
         if isinstance(problem, UnknownColumnsError) and preview is None:
             self._mapped_data = data
-            self.inputs.columns.offer(problem.column_names, problem.chat_column, problem.first_row)
+            self.inputs.columns.offer(
+                problem.column_names, problem.chat_column, problem.first_row, problem.header
+            )
             return None, UNKNOWN_COLUMNS
         if problem is not None:
             raise problem.with_traceback(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 from tests.requirements import needs
 
 from shardscope.core.errors import FieldError
+from shardscope.training.examples.column_names import list_text_columns
 from shardscope.training.examples.file_rows import FileRows
-from shardscope.training.examples.formats import list_text_columns, read_example, recognize_format
+from shardscope.training.examples.formats import read_example, recognize_format
 from shardscope.training.examples.rows import describe_unread_files, load_files, open_rows, resolve_source
 from shardscope.training.examples.source_record import hash_path
 from shardscope.training.examples.streamed_rows import read_first_rows
@@ -498,7 +500,7 @@ def test_a_header_that_may_be_a_row_has_the_fixes_of_both(tmp_path: Path, header
     fix, (first, *others) = find_fix_of_columns(tmp_path, header), header.split(",")
     roles = f'{{"prompt": "{first}", "completion": "{others[0]}"}}' if others else f'{{"text": "{first}"}}'
     assert fix.startswith(f"columns={roles} if the first line of the file, '")
-    sample = ["text", "prompt,completion", "prompt,completion,..."][len(others)]
+    sample = ["text", "prompt,completion", "prompt,completion,column_3"][len(others)]
     assert fix.endswith(
         f"if it is a row, which is not trained on, a line with names, such as {sample}, above it."
     )
@@ -534,12 +536,48 @@ def test_fixes_of_headers_are_those_of_csv_files_and_short(tmp_path: Path) -> No
         with pytest.raises(FieldError) as error:
             recognize_rows(source)
         assert error.value.fix.startswith("columns=") and "first line" not in error.value.fix
-    # No survey has such a question.
-    fix = find_fix_of_columns(tmp_path, f"{'word ' * 60}end,Yes")
-    assert (
-        fix.startswith("a line with names, such as prompt,completion, above the first line")
-        and len(fix) < 250
-    )
+    # A document as the first cell.
+    assert len(find_fix_of_columns(tmp_path, f"{'word ' * 60_000}end,Yes")) < 2000
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '"Customer question\n(verbatim)","Agent reply\n(final)"',
+        f'"{"What did the customer ask? " * 10}",Reply',
+        '"The ""first"" question?",Reply',
+    ],
+)
+def test_the_mapping_for_a_header_of_a_spreadsheet_can_be_pasted(header: str, tmp_path: Path) -> None:
+    """Excel's header cells have line breaks, and Google Forms' whole questions."""
+    path = write(tmp_path / "rows.csv", f"{header}\nWho?,Ahab\n")
+    rows = open_all(path)
+    with pytest.raises(FieldError) as error:
+        recognize_format(FIELD, rows.column_names, rows=rows)
+    mapping, _, other = error.value.fix.removeprefix("columns=").partition("} if the first line")
+    assert "if it is a row" in other
+    format = recognize_format(FIELD, rows.column_names, ast.literal_eval(f"{mapping}}}"), rows=rows)
+    assert [message["content"] for message in read_example(format, rows[0]).messages] == ["Who?", "Ahab"]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("a.csv", "Who is he?,Ahab.,sea,1851"),
+        ("a.csv", "1,Who is he?,Ahab."),
+        ("a.csv", "Who is he?;Ahab.;sea"),
+        ("a.tsv", "Who is he?\tAhab."),
+    ],
+)
+def test_the_header_for_a_file_without_one_can_be_pasted(name: str, row: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, f"{row}\n{row}\n")
+    with pytest.raises(FieldError) as error:
+        recognize_rows(path)
+    header = error.value.fix.partition("a line with names, such as ")[2].removesuffix(", above it")
+    rows = open_all(write(path, f"{header}\n{row}\n{row}\n"))
+    example = read_example(recognize_format(FIELD, rows.column_names, rows=rows), rows[1])
+    assert [message["content"] for message in example.messages] == ["Who is he?", "Ahab."]
+    assert len(rows) == 2 and all(column.strip(".") for column in rows.column_names)
 
 
 def find_fix_of_columns(folder: Path, header: str) -> str:

@@ -156,6 +156,7 @@ def read(
     # ``accelerate launch`` reads both formats. An unknown key is an error: if misspelled, it has no effect.
     document = read_json(file) if str(file).endswith(".json") else read_yaml(file)
     document.costly_keys = COSTLY_KEYS
+    _read_unquoted_no(document)
     read_sections = READ_SECTIONS.get(str(document.get("distributed_type")), ())
     unread_sections: Mapping[str, object] = {name: {} for name in SECTIONS if name not in read_sections}
     # Without it, and without a key that may be a misspelled one, this is another tool's file.
@@ -164,7 +165,10 @@ def read(
             f"{document.name}, distributed_type", None, ", ".join(DISTRIBUTED_TYPES), "distributed_type: FSDP"
         )
     _check_old_formats(document)
-    document.check_keys((), (*TOP_LEVEL, *read_sections), {**OTHER_TOP_LEVEL, **unread_sections})
+    others = {**OTHER_TOP_LEVEL, **unread_sections}
+    if not _has_compiler(document.get("dynamo_config")):
+        others["dynamo_config"] = document.get("dynamo_config")
+    document.check_keys((), (*TOP_LEVEL, *read_sections), others)
     kind = _read_distributed_type(document)
     parts = load_plan_parts(file, architecture, cluster, recipe)
     _check_ranks(document, parts)
@@ -195,6 +199,20 @@ def read(
         layout_fields = {**comment_layout, **layout_fields}
     recipe_fields |= _read_recomputation(document, parts.recipe)
     return _build_plan(parts, document, start, recipe_fields, layout_fields)
+
+
+def _read_unquoted_no(document: Document) -> None:
+    """Write out an unquoted NO, which YAML reads as false; accelerate starts one process then, too."""
+    if document.get("distributed_type") is False:
+        document.values = {**document.values, "distributed_type": "NO"}
+
+
+def _has_compiler(value: object) -> bool:
+    """Return whether a ``dynamo_config`` compiles: its default backend is NO (commands/launch.py)."""
+    if not isinstance(value, Mapping):
+        return value is not None
+    backend = value.get("dynamo_backend", value.get("backend", "NO"))
+    return not isinstance(backend, str) or backend.upper() != "NO"
 
 
 def _read_distributed_type(document: Document) -> str:

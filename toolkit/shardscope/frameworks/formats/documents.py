@@ -91,7 +91,8 @@ class Document(TextPositions):
 
     def add_unread_key(self, keys: KeyPath) -> None:
         """Add a key that the other tool accepts and a plan cannot represent."""
-        self._unread.append((keys[-1], f"{'.'.join(keys)} (line {self.lines.get(keys)})"))
+        name = self.get_name(keys)
+        self._unread.append((name[-1], f"{'.'.join(name)} (line {self.lines.get(keys)})"))
 
     def list_unread_keys(self) -> tuple[str, ...]:
         """Return the file's valid keys that a plan cannot represent."""

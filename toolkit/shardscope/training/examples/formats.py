@@ -7,13 +7,17 @@ ShareGPT) and preference pairs. Imports no torch.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from shardscope.core.errors import FieldError, Value, check_choice, find_similar, refuse
-from shardscope.training.examples.file_rows import DELIMITERS
+from shardscope.training.examples.column_names import (
+    NUMBER_NAME,
+    find_first_row,
+    list_text_columns,
+    quote_name,
+)
 from shardscope.training.examples.rows import Row
 
 FormatName: TypeAlias = Literal["text", "prompt-completion", "instruction", "messages", "preference"]
@@ -49,13 +53,6 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "rejected": ("rejected",),
 }
 
-NUMBER_NAME = re.compile(
-    r"(?i:unnamed: \d+|idx|index|nr|no|num|number|row|#|(.*[_ -])?(id|uuid|guid))"
-    r"|.*[a-z](Id|ID|Uuid|UUID|Guid|GUID)"
-)
-"""Names of columns that number rows; pandas' own for a column without a name is the first. In camel case the
-last word has a capital: "questionId" is one, "grid" is not."""
-
 # The "from" of ShareGPT and the "role" of OpenAI, as chat templates spell them.
 ROLE_NAMES = {
     "system": "system",
@@ -70,18 +67,6 @@ ROLE_NAMES = {
     "function": "tool",
     "observation": "tool",
 }
-
-
-NUMBER = re.compile(r"[-+]?\d+([.,]\d+)*")
-SENTENCE_END = (".", "?", "!", "…")
-WIDE_SENTENCE_END = ("。", "？", "！")
-"""Ends of sentences in Chinese and Japanese, which have no spaces."""
-INDEX_NAME = "Unnamed: 0"
-"""pandas' name for a first column without one, such as the index that ``DataFrame.to_csv`` writes."""
-MAX_NAME_CHARACTERS = 60
-"""Longest column name that no sentence is suspected in."""
-MAX_QUESTION_CHARACTERS = 200
-"""Longest question of a survey that is suspected as a column name."""
 
 
 class ExampleError(ValueError):
@@ -105,20 +90,18 @@ class UnknownColumnsError(FieldError):
     def __init__(self, field: str, column_names: Sequence[str], rows: IndexedRows) -> None:
         row = _read_first(rows)
         chats = _find_chat_column(column_names, row)
-        fix = f'columns={{"messages": "{chats}"}}' if chats else _suggest_mapping(column_names)
+        fix = f'columns={{"messages": {quote_name(chats)}}}' if chats else _suggest_mapping(column_names)
         wrapped = None if chats or len(rows) > 1 else _find_wrapped_rows(row)
         if wrapped is not None:
             fix = f'the rows alone, which are the list in "{wrapped}"'
-        self.first_row = _find_first_row(column_names, rows)
-        """The first line of a CSV file if it may be a row instead of column names; else empty."""
+        self.first_row, self.header = find_first_row(column_names, getattr(rows, "files", ()))
+        """The first line of a CSV file if it may be a row instead of column names, and a line with names
+        that could be above it; else empty."""
         if self.first_row:
-            above = f"a line with names, such as {suggest_header(len(column_names))}, above"
-            first = f"the first line of the file, {self.first_row!r},"
-            is_text = any("\n" in name or len(name) > MAX_QUESTION_CHARACTERS for name in column_names)
-            if is_text:
-                fix = f"{above} {first} which reads like a row and would not be trained on"
-            else:
-                fix = f"{fix} if {first} has the names; if it is a row, which is not trained on, {above} it"
+            fix = (
+                f"{fix} if the first line of the file, {self.first_row!r}, has the names; if it is a row, "
+                f"which is not trained on, a line with names, such as {self.header}, above it"
+            )
         super().__init__(
             field,
             f"data with the columns {', '.join(column_names)}",
@@ -213,44 +196,6 @@ def _find_column(role: str, column_names: Sequence[str]) -> str | None:
     return next((by_lower_case[name] for name in COLUMN_NAMES[role] if name in by_lower_case), None)
 
 
-def list_text_columns(column_names: Sequence[str]) -> list[str]:
-    """Return the columns that a mapping suggests, in order: those whose names are not of row numbers.
-
-    Row numbers come first in many tables. All columns, if none is left.
-    """
-    names = [name for name in column_names if not NUMBER_NAME.fullmatch(name.strip())]
-    return names or list(column_names)
-
-
-def suggest_header(num_columns: int) -> str:
-    """Return a sample of the first line that a CSV file without column names lacks."""
-    if num_columns == 1:
-        return "text"
-    return "prompt,completion" if num_columns == 2 else "prompt,completion,..."
-
-
-def _find_first_row(column_names: Sequence[str], rows: IndexedRows) -> str:
-    """Return the header of a CSV file if it may be a row; else an empty text.
-
-    One of its names is a sentence, which a survey's question is too, or a number among texts.
-    """
-    files = getattr(rows, "files", ())
-    if not files or files[0].suffix.lower() not in DELIMITERS or column_names[0] == INDEX_NAME:
-        return ""
-    names = [name.strip() for name in column_names]
-    # Numbers alone are the names of pandas' columns that have none. A column of row numbers may be first.
-    are_numbers = [bool(NUMBER.fullmatch(name)) for name in list_text_columns(names)]
-    if not any(map(_is_sentence, names)) and (all(are_numbers) or not any(are_numbers)):
-        return ""
-    line = ",".join(names)
-    return line if len(line) <= MAX_NAME_CHARACTERS else f"{line[: MAX_NAME_CHARACTERS - 1]}…"
-
-
-def _is_sentence(name: str) -> bool:
-    is_long = len(name) > MAX_NAME_CHARACTERS or "\n" in name
-    return is_long or name.endswith(WIDE_SENTENCE_END) or (" " in name and name.endswith(SENTENCE_END))
-
-
 def _read_first(rows: IndexedRows) -> Mapping[str, object]:
     try:
         return rows[0]
@@ -299,8 +244,8 @@ def _find_chat_column(column_names: Sequence[str], row: Mapping[str, object]) ->
 def _suggest_mapping(column_names: Sequence[str]) -> str:
     names = list_text_columns(column_names)
     if len(names) == 1:
-        return f'columns={{"text": "{names[0]}"}}'
-    return f'columns={{"prompt": "{names[0]}", "completion": "{names[1]}"}}'
+        return f'columns={{"text": {quote_name(names[0])}}}'
+    return f'columns={{"prompt": {quote_name(names[0])}, "completion": {quote_name(names[1])}}}'
 
 
 def _map_columns(field: str, column_names: Sequence[str], columns: Mapping[str, str]) -> Format:

@@ -50,6 +50,9 @@ LEGACY_FLAGS: dict[KeyPath, KeyPath] = {
 """Offload sections -> the older flags that mean such a section with ``"device": "cpu"``
 (runtime/zero/config.py)."""
 
+OLD_PRECISION = "bfloat16"
+"""Older name of the section ``bf16``, which DeepSpeed reads without that (runtime/precision_config.py)."""
+
 # ---- All keys of the file: those that become part of a plan, and DeepSpeed's others
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -69,8 +72,22 @@ TOP_LEVEL_NOT_IN_PLAN = (
     "seq_parallel_communication_data_type", "disable_python_gc", "gradient_allreduce_op",
     "managed_gradient_accumulation", "vocabulary_size", "datastates_ckpt", "compression_training",
     "sparse_attention", "nebula", "amp", "monitor_config", "progressive_layer_drop", "eigenvalue",
+    OLD_PRECISION,
 )  # fmt: skip
 """Keys of DeepSpeed 0.19 (runtime/constants.py and the modules of the sections) that are in no plan."""
+REMOVED_SECTIONS = (
+    "nebula", "compression_training", "amp", "sparse_gradients", "eigenvalue", "sparse_attention",
+    "elasticity", "curriculum_learning", "progressive_layer_drop",
+)  # fmt: skip
+"""Keys at which DeepSpeed 0.19.8 stops, whatever their value is (runtime/config.py)."""
+SWITCHED = (
+    "flops_profiler", "torch_autocast", "hybrid_engine", "data_efficiency", "expert_parallel", "tensorboard",
+    "wandb", "csv_monitor", "comet", "comms_logger", "autotuning", "amp", "curriculum_learning",
+    "eigenvalue", "progressive_layer_drop", "elasticity", "nebula",
+)  # fmt: skip
+"""Sections without an effect unless they have ``"enabled": true``."""
+COMMENTS = ("comment", "comments", "note", "notes", "description")
+"""Top-level keys that serve as comments: JSON has none, and DeepSpeed ignores unknown keys there."""
 ZERO_NOT_IN_PLAN = (
     "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions", "compute_grad_norm",
     "load_from_fp32_weights", "elastic_checkpoint", "zenflow",
@@ -107,22 +124,35 @@ DEFAULTS: Mapping[KeyPath, Mapping[str, object]] = {
         "gradient_clipping": (CLIPPED_TO, "auto"),
         "steps_per_print": 10, "wall_clock_breakdown": False, "memory_breakdown": False, "dump_state": False,
         "prescale_gradients": False, "gradient_predivide_factor": 1.0, "disable_allgather": False,
-        "sparse_gradients": False, "dataloader_drop_last": False,
+        "sparse_gradients": False, "dataloader_drop_last": False, "sequence_parallel_size": 1,
+        "gradient_allreduce_op": "mean", "disable_python_gc": False, "managed_gradient_accumulation": True,
+        "use_data_before_expert_parallelism": False,
     },
     (ZERO,): {
         "reduce_scatter": True, "allgather_partitions": True, "round_robin_gradients": False,
         "stage3_gather_16bit_weights_on_model_save": False, "ignore_unused_parameters": True,
         "load_from_fp32_weights": True, "elastic_checkpoint": False, "legacy_stage1": False,
         "stage3_gather_fp16_weights_on_model_save": False, "memory_efficient_linear": True,
+        "use_multi_rank_bucket_allreduce": True, "stage3_module_granularity_threshold": 0,
+        "stage3_use_all_reduce_for_fetch_params": False, "stage3_allgather_sequential": False,
+        "stage3_model_persistence_threshold": 2**63 - 1, "parameter_alignment": False,
+        "compute_grad_norm": True, "pipeline_loading_checkpoint": False, "override_module_apply": True,
+        "log_trace_cache_warnings": False, "enable_sanity_checks": False,
+        "save_muon_momentum_buffer_in_memory": False,
     },
     (ZERO, "offload_optimizer"): {
         "pipeline_read": False, "pipeline_write": False, "fast_init": False, "ratio": 1.0,
+        "super_offload": False, "cpuadam_cores_perc": 0.8,
     },
     ("fp16",): {
         "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
         "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1,
+        "fp16_master_weights_and_grads": False,
     },
-    ("bf16",): {"immediate_grad_update": False, "check_grad_overflow": True},
+    ("bf16",): {
+        "immediate_grad_update": False, "check_grad_overflow": True, "bf16_master_weights_and_grads": False,
+        "bf16_optimizer_states": False,
+    },
 }  # fmt: skip
 """Keys of a section -> values of keys that are in no plan, with which a file loses nothing: DeepSpeed's
 defaults, which most files repeat."""

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardscope.core.errors import warn_user
 from shardscope.core.layout import OptionValue
 from shardscope.core.serialization import replace_fields
 from shardscope.core.text_positions import KeyPath
 from shardscope.frameworks.deepspeed.files.config import build_deepspeed_config
 from shardscope.frameworks.deepspeed.files.config_keys import (
     BATCH_KEYS,
+    COMMENTS,
     COSTLY_KEYS,
     DEFAULTS,
     DEVICES,
@@ -20,10 +22,13 @@ from shardscope.frameworks.deepspeed.files.config_keys import (
     FLAGS,
     LEGACY_FLAGS,
     NUMBERS,
+    OLD_PRECISION,
     OPTIMIZERS,
     REDUCE_TYPE,
+    REMOVED_SECTIONS,
     SECTIONS,
     SHORT_NAMES,
+    SWITCHED,
     ZERO,
 )
 from shardscope.frameworks.deepspeed.files.export import OWN_KEY
@@ -57,17 +62,20 @@ def read_plan(
     DeepSpeed reads Hjson: JSON that may have comments and trailing commas (runtime/config.py).
     """
     document = read_json(file, allow_comments=allow_comments)
-    document.costly_keys = COSTLY_KEYS
-    _write_out_short_names(document)
+    _rename_keys(document)
+    document.costly_keys = COSTLY_KEYS | {name.removeprefix("stage3_") for name in COSTLY_KEYS}
     # Unknown and removed keys first: a misspelt key would otherwise be a default without notice.
     for keys, planned, not_in_plan in SECTIONS:
-        # JSON has no comments, so users write keys for them, and DeepSpeed ignores unknown top-level keys.
-        notes = [key for key in document.values if key.startswith(("_", "//"))] if not keys else []
+        section = document.read_section(*keys)
+        notes = [] if keys else [key for key in section if _is_comment(key)]
         # A disabled precision has no effect, whatever its other options are.
-        is_off = keys in (("fp16",), ("bf16",)) and document.read_section(*keys).get("enabled") is False
-        silent = [*notes, *(not_in_plan if is_off else ())]
+        if keys in (("fp16",), ("bf16",)) and section.get("enabled") is False:
+            silent = list(not_in_plan)
+        else:
+            silent = [key for key in not_in_plan if _is_off(key, section.get(key))] + notes
         defaults = {**dict.fromkeys(not_in_plan), **DEFAULTS.get(keys, {})}
         document.check_keys(keys, [*planned, *silent], defaults)
+    _warn_of_removed_sections(document)
     for name, why in REMOVED.items():
         if document.get(ZERO, name) is not None:
             document.refuse((ZERO, name), why, "leave it out")
@@ -79,8 +87,8 @@ def read_plan(
             parts, recipe=apply_to_recipe(parts.recipe, document, _read_exported_recipe(document))
         )
     # The layout before the recipe: the number of data-parallel ranks, and so the batch sizes, depend on it.
-    layout_fields = _read_layout(document, parts)
     start = parts.layout if isinstance(parts.layout, ZeroLayout) else ZeroLayout()
+    layout_fields = _read_layout(document, parts, start)
     layout_values = {field: value for field, (_, value) in layout_fields.items()}
     recipe_fields = _read_recipe(document, parts, _count_model_parallel(start, layout_values))
     return build_plan(
@@ -92,16 +100,45 @@ def read_plan(
     )
 
 
-def _write_out_short_names(document: Document) -> None:
-    """Add ``stage3_`` to keys without it. A key with both names is left: DeepSpeed rejects it too."""
-    section = document.values.get(ZERO)
-    if not isinstance(section, dict):
-        return
+def _rename_keys(document: Document) -> None:
+    """Give keys that DeepSpeed has another name for the name that is read here.
+
+    These are keys of ZeRO-3 without ``stage3_``, and the older name of ``bf16``. A key with both names is
+    left: DeepSpeed rejects the first ones, and ignores the older name.
+    """
+    section = document.get(ZERO)
     for name in SHORT_NAMES:
         short = name.removeprefix("stage3_")
-        if short in section and name not in section:
-            section[name] = section.pop(short)
-            document.lines[(ZERO, name)] = document.lines.pop((ZERO, short))
+        if isinstance(section, Mapping) and short in section and name not in section:
+            document.rename_key((ZERO, short), name)
+    if OLD_PRECISION in document.values and document.get("bf16") is None:
+        document.rename_key((OLD_PRECISION,), "bf16")
+
+
+def _is_comment(key: str) -> bool:
+    """Return whether a top-level key is a comment: DeepSpeed ignores those that it does not know."""
+    return key.startswith(("_", "//")) or key.lower() in COMMENTS
+
+
+def _is_off(name: str, value: object) -> bool:
+    """Return whether an unread section has no effect: disabled, empty, or with all of its options off."""
+    if not isinstance(value, Mapping):
+        return False
+    if name in SWITCHED or "enabled" in value:
+        return value.get("enabled", False) is False
+    # It sizes the buffers of contiguous_memory_optimization (activation_checkpointing/checkpointing.py).
+    options = [option for key, option in value.items() if key != "number_checkpoints"]
+    return all(option in (None, False) or _is_off("", option) for option in options)
+
+
+def _warn_of_removed_sections(document: Document) -> None:
+    if names := [name for name in REMOVED_SECTIONS if name in document.values]:
+        lines = ", ".join(f"{name} (line {document.lines.get((name,))})" for name in names)
+        warn_user(
+            f"{document.name} has keys that DeepSpeed 0.19.8 has removed and stops at, even if they are "
+            f"disabled: {lines}. Leave them out.",
+            UserWarning,
+        )
 
 
 def _count_model_parallel(layout: ZeroLayout, values: Mapping[str, object]) -> int:
@@ -124,7 +161,7 @@ def _read_exported_recipe(document: Document) -> FileFields:
 # ---- Layout
 
 
-def _read_layout(document: Document, parts: PlanParts) -> FileFields:
+def _read_layout(document: Document, parts: PlanParts, start: ZeroLayout) -> FileFields:
     """Return the layout fields whose value in the file differs from what the plan in its folder exports."""
     exported = _export_stored_plan(parts)
     defaults = ZeroLayout()
@@ -140,7 +177,14 @@ def _read_layout(document: Document, parts: PlanParts) -> FileFields:
         legacy_flag = LEGACY_FLAGS.get(keys[:-1], ()) if field in DEVICES else ()
         is_legacy = bool(legacy_flag) and document.get(*legacy_flag) is not None
         file_fields[field] = (legacy_flag if is_legacy else keys, default if value is None else value)
-    pin_memory = _read_pin_memory(document, exported)
+    # Below stage 3 DeepSpeed accepts the offload of parameters, and ignores it (runtime/engine.py).
+    stage = file_fields["stage"][1] if "stage" in file_fields else start.stage
+    keys = DEVICES["offload_params"]
+    if stage in (0, 1, 2) and _read_offload_device(document, keys) is not None:
+        section = keys[:-1]
+        document.add_unread_key(LEGACY_FLAGS[section] if document.get(*section) is None else section)
+        file_fields["offload_params"] = (keys, None)
+    pin_memory = _read_pin_memory(document, exported, stage)
     if pin_memory is not None:
         file_fields["pin_memory"] = pin_memory
     if exported is None:
@@ -218,7 +262,7 @@ def _has_legacy_flag(document: Document, section: KeyPath) -> bool:
 
 
 def _read_pin_memory(
-    document: Document, exported: Mapping[str, object] | None
+    document: Document, exported: Mapping[str, object] | None, stage: object
 ) -> tuple[KeyPath, bool] | None:
     """Return the key and value of ``pin_memory``; None without offloading, or if it is as exported.
 
@@ -226,7 +270,7 @@ def _read_pin_memory(
     runtime/zero/offload_config.py), a layout one for both.
     """
     flags: dict[KeyPath, bool] = {}
-    for name in ("offload_optimizer", "offload_param"):
+    for name in ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",):
         keys: KeyPath = (ZERO, name, "pin_memory")
         if _read_offload_device(document, (ZERO, name, "device")) is not None:
             pin_memory = document.read_flag(*keys)

@@ -25,7 +25,9 @@ from shardscope.frameworks.formats.sidecar_files import (
 )
 from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS, build_arguments
 from shardscope.frameworks.megatron.files.read_architecture import (
+    ROTARY,
     SHAPE,
+    check_padding,
     check_positions,
     read_architecture,
     read_sizes,
@@ -91,7 +93,7 @@ READ = (
     "hidden-dropout", "attention-dropout", "fp16", "bf16", "fp8-format", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "attention-backend", "cross-entropy-loss-fusion",
     "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations",
-    "moe-expert-capacity-factor", "use-flash-attn",
+    "moe-expert-capacity-factor", "use-flash-attn", ROTARY,
 )  # fmt: skip
 COSTLY = frozenset({
     *("mtp-num-layers", "recompute-modules", "moe-layer-recompute", "fine-grained-activation-offloading"),
@@ -114,7 +116,7 @@ ALONE = frozenset({
     "moe-router-pre-softmax", *COUNTED_ENDS, "fp16", "bf16", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "cross-entropy-loss-fusion", "recompute-activations",
     "use-flash-attn", "optimizer-cpu-offload", "use-megatron-fsdp", "use-custom-fsdp",
-    "use-torch-fsdp2",
+    "use-torch-fsdp2", ROTARY,
 })  # fmt: skip
 """Flags without a value."""
 MISSPELT = 0.9
@@ -171,6 +173,7 @@ def read(
         parts, document, planned_recipe, flag_values | layout_values, lambda: replace_fields(start, values)
     )
     _check_split(document, plan)
+    check_padding(document, plan)
     return plan
 
 
@@ -187,6 +190,7 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
         file = expand_home(str(arguments))
         return _parse_arguments(file.name, _split_lines(file.name, read_text(str(arguments)))), file
     if isinstance(arguments, str):
+        arguments = arguments.replace("\r\n", "\n")
         try:
             # A backslash and the line break after it are one space to a shell.
             arguments = shlex.split(arguments.replace("\\\n", " "))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shardscope.catalog import models
 from shardscope.core.architecture import Architecture
-from shardscope.core.errors import refuse
+from shardscope.core.errors import refuse, warn_user
+from shardscope.core.ops import ceil_div
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.formats.documents import Document
 from shardscope.frameworks.formats.sidecar_files import FileFields, PlanParts, locate_errors
+from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, compute_padded_vocab_size
 from shardscope.frameworks.megatron.files.arguments import build_architecture_flags, render_layer_pattern
+
+if TYPE_CHECKING:
+    from shardscope.core.plan import Plan
 
 SHAPE = (
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "vocab-size"),
@@ -20,6 +27,8 @@ SHAPE = (
     *("moe-shared-expert-intermediate-size", "moe-router-pre-softmax"),
 )
 """Flags that describe the architecture."""
+ROTARY = "use-rotary-position-embeddings"
+"""Older flag for ``--position-embedding-type rope``."""
 SIZES = {
     "num_hidden_layers": "num-layers",
     "hidden_size": "hidden-size",
@@ -61,24 +70,79 @@ def read_architecture(document: Document, parts: PlanParts, flag_values: FileFie
         return _build_llama(document, flag_values)
     # Compare each flag of the shape with the one that an export of the architecture would write.
     shape = build_architecture_flags(parts.architecture)
+    # validate_args sets the type to rope then, whatever it is.
+    is_rotary = document.get(ROTARY) is True
+    if is_rotary and shape["position-embedding-type"] != "rope":
+        allowed = f"nothing: {parts.architecture.name} has no rotary positions"
+        document.refuse((ROTARY,), allowed, "leave it out")
     for flag in SHAPE:
+        if flag == "position-embedding-type" and is_rotary:
+            continue
         value, planned_value = document.get(flag), shape.get(flag, _MISSING)
         if flag == "moe-layer-freq" and planned_value is not _MISSING:
             value = _expand_layer_freq(value, parts.architecture)
         if flag == "num-query-groups" and not document.get("group-query-attention"):
             continue  # Megatron-LM ignores it then.
-        if value is None and (planned_value is _MISSING or flag in _OPTIONAL_FLAGS):
+        default = _find_default(flag, document, parts.architecture) if value is None else None
+        if value is None and (planned_value is _MISSING or (flag in _OPTIONAL_FLAGS and default is None)):
             continue
         # An export writes None for a flag without a value, which the document has as True.
         expected = True if planned_value is None else planned_value
-        is_free = flag in _FREE_FLAGS or (flag == "vocab-size" and _is_unpadded(value, expected))
-        if value != expected and not (is_free and parts.layout is None):
+        if expected == (default if value is None else value):
+            continue
+        is_free = _may_differ(flag, parts.architecture) or (
+            flag == "vocab-size" and _is_unpadded(value, expected)
+        )
+        if not (is_free and parts.layout is None):
             name = parts.architecture.name
             if expected is _MISSING:
                 refuse(document.locate(flag), value, f"nothing: {name} has no such part", "leave it out")
             fix = f"--{flag}" if expected is True else f"--{flag} {expected}"
-            refuse(document.locate(flag), value, f"{expected!r}, as {name} has", fix)
+            allowed = f"{expected!r}, as {name} has"
+            if default is not None:
+                allowed += f"; Megatron-LM's default is {default!r}"
+            refuse(document.locate(flag), value, allowed, fix)
     return parts.architecture
+
+
+def _find_default(flag: str, document: Document, architecture: Architecture) -> object:
+    """Return what Megatron-LM takes for a missing flag of the shape; None: nothing, or no part of the model.
+
+    Source: megatron/training/arguments.py. Of biases, ``validate_args`` and megatron-core's attention.py.
+    """
+    if flag == "normalization":
+        return "LayerNorm"
+    if flag == "position-embedding-type":
+        return "learned_absolute"
+    if flag == "add-qkv-bias":
+        return None if document.get("disable-bias-linear") else True
+    if flag == "num-query-groups":
+        return 1
+    # Experts have a width of their own, and latent attention has sizes of heads of its own.
+    if flag == "ffn-hidden-size" and architecture.mixture_of_experts is None:
+        width = architecture.hidden_size
+        return int(4 * width * 2 / 3 / 64) * 64 if document.get("swiglu") else 4 * width
+    if flag == "kv-channels" and architecture.latent_attention is None:
+        return architecture.hidden_size // architecture.num_attention_heads
+    return None
+
+
+def check_padding(document: Document, plan: Plan) -> None:
+    """Warn of an embedding padded to another number of rows than the plan's."""
+    flag = "make-vocab-size-divisible-by"
+    divisor = document.read_number(flag, low=1)
+    if divisor in (None, MAKE_VOCAB_SIZE_DIVISIBLE_BY):
+        return
+    tp = plan.degrees.tp
+    vocab_size = document.read_number("vocab-size", low=1) or plan.architecture.vocab_size
+    num_rows = ceil_div(vocab_size, divisor * tp) * divisor * tp
+    planned_rows = compute_padded_vocab_size(plan.architecture.vocab_size, tp)
+    if num_rows != planned_rows:
+        warn_user(
+            f"{document.locate(flag)} is {divisor}: Megatron-LM pads the embedding to {num_rows:,} rows with "
+            f"tp={tp}; the plan has {planned_rows:,}, as with {MAKE_VOCAB_SIZE_DIVISIBLE_BY}.",
+            UserWarning,
+        )
 
 
 def _expand_layer_freq(value: object, architecture: Architecture) -> object:
@@ -94,18 +158,24 @@ def _expand_layer_freq(value: object, architecture: Architecture) -> object:
 
 _MISSING = object()
 _OPTIONAL_FLAGS = frozenset({
-    "vocab-size", "make-vocab-size-divisible-by", "max-position-embeddings", "num-query-groups",
-    "ffn-hidden-size", "kv-channels", "moe-token-dispatcher-type", "moe-ffn-hidden-size", "rope-type",
-    "position-embedding-type",
+    "vocab-size", "make-vocab-size-divisible-by", "max-position-embeddings", "ffn-hidden-size", "kv-channels",
+    "moe-token-dispatcher-type", "moe-ffn-hidden-size", "rope-type",
 })  # fmt: skip
-"""Flags that a user's command line may omit in favor of a tokenizer, a default or another flag."""
-_FREE_FLAGS = frozenset({
-    "make-vocab-size-divisible-by", "max-position-embeddings", "moe-token-dispatcher-type", "rope-type",
-    "position-embedding-type",
-})  # fmt: skip
-"""Flags that may differ from the architecture's: training may be shorter, and rotary positions scaled."""
+"""Flags that a user's command line may omit in favor of a tokenizer or another flag."""
+_FREE_FLAGS = frozenset({"make-vocab-size-divisible-by", "moe-token-dispatcher-type", "rope-type"})
+"""Flags that may differ from the architecture's: :func:`check_padding` warns of the first one's effect."""
 _PADDING = 0.02
 """Largest share of an embedding that is padding: tokenizers of Qwen 2.5 have 151,665 entries of 152,064."""
+
+
+def _may_differ(flag: str, architecture: Architecture) -> bool:
+    """Return whether a flag may differ from the architecture's.
+
+    Rotary positions may be fewer in training, or scaled; learned ones are parameters.
+    """
+    if flag == "max-position-embeddings":
+        return architecture.position_embedding == "rope"
+    return flag in _FREE_FLAGS
 
 
 def _is_unpadded(value: object, vocab_size: object) -> bool:
@@ -140,7 +210,8 @@ def _build_llama(document: Document, flag_values: FileFields) -> Architecture:
         **dict.fromkeys(("num-experts", "multi-latent-attention", "add-qkv-bias", "qk-layernorm")),
     }
     for flag, value in of_llama.items():
-        if document.get(flag) != value:
+        is_rotary = flag == "position-embedding-type" and document.get(ROTARY) is True
+        if document.get(flag) != value and not is_rotary:
             wanted = "" if value is True else f" {value}"
             has = f"has --{flag}{wanted}" if value else f"is without --{flag}"
             allowed = (
