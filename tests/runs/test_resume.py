@@ -34,19 +34,25 @@ def select_metrics(lines: list[dict[str, Any]]) -> list[list[Any]]:
 # ---------------------------------------------------------------------------- killed, launched again
 
 
-def killed_in_step_12(ctx: Any) -> None:
-    """Rank 1 dies without a word, once the checkpoint of step 10 is whole."""
+def killed_after_step_12(ctx: Any) -> None:
+    """Rank 1 dies without a word, once the checkpoint of step 10 is whole and before the next one.
+
+    Megatron-core renames a checkpoint in a step of all ranks, so that waiting in one step is not enough.
+    """
     from shardscope.training.tasks.pretrain import Pretrain
 
     log = ctx.log
 
     def log_or_die(step: int, **metrics: Any) -> None:
         log(step=step, **metrics)
-        if step == 12 and ctx.rank == 1:
-            deadline = time.monotonic() + 30
-            while not is_complete(checkpoint_path(ctx.folder, 10)) and time.monotonic() < deadline:
+        if step >= 12 and ctx.rank == 1:
+            deadline = time.monotonic() + 10
+            while not (is_saved := is_complete(checkpoint_path(ctx.folder, 10))):
+                if time.monotonic() > deadline:
+                    break
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            if is_saved or step == 14:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     ctx.log = log_or_die
     Pretrain(num_steps=20, save_every=5, keep_last=1, resume=True, **SCHEDULE)(ctx)
@@ -90,7 +96,7 @@ def test_fault_30_a_killed_run_resumes_exactly(run: str, tmp_path: Path) -> None
     architecture = small_mixtral() if "ep" in layout else None
     count = 2 if "pp" in layout else 1
     plan = tiny_plan(framework, 2, num_micro_batches=count, architecture=architecture, layout=layout)
-    first = launch(plan, killed_in_step_12, name="again", folder=tmp_path)
+    first = launch(plan, killed_after_step_12, name="again", folder=tmp_path)
     assert first.wait() == "failed"
     assert "no checkpoint to resume from" in first.logs(0)
     kept = list_checkpoints(first.folder)

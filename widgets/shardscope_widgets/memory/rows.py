@@ -21,6 +21,8 @@ EMPTY_NOTES = {
     "measured": "plan not run yet",
 }
 TOOLTIP_CHARACTERS = 72
+TOOLTIP_LINES = 6
+"""Most lines of a tooltip: plotly omits one that is higher than the chart (7 lines are 126 of 118 pixels)."""
 
 
 class Bar(NamedTuple):
@@ -146,7 +148,11 @@ def _build_bar(
         if term is None:
             return ""
         heading = f"<b>{name.replace('_', ' ')}: {format_gib(term.num_bytes)} GiB</b>, {escape(title)}"
-        return "<br>".join([heading, *wrap(escape(term.explain()), TOOLTIP_CHARACTERS)])
+        # The row has the whole text.
+        formula = wrap(
+            escape(term.explain()), TOOLTIP_CHARACTERS, max_lines=TOOLTIP_LINES - 1, placeholder=" …"
+        )
+        return "<br>".join([heading, *formula])
 
     has_band = band is not None and band[0] < band[1]
     return Bar(key, label, stage.components, report.usable_bytes, explain, band if has_band else None)

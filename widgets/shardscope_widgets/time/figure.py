@@ -20,6 +20,8 @@ ROW_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 2, 4
 LEFT_PIXELS, RIGHT_PIXELS = 96, 112
 TOOLTIP_CHARACTERS = 52
 """Longest line of a tooltip: the chart of a narrow tab has 370 pixels, and a longer one is cut."""
+TOOLTIP_LINES = 5
+"""Most lines of a tooltip: plotly omits one that is higher than the chart (6 lines are 110 of 102 pixels)."""
 OVERLAPPED_OPACITY = 0.55
 SMALL = {"size": 12}
 
@@ -157,8 +159,11 @@ def _build_part_bars(shown: ShownStep, name: Part) -> dict[str, object]:
 def _write_part_tooltip(report: StepReport, name: Part, scale: Scale) -> str:
     # explain() begins with the part's Python name.
     text = report.explain(name, scale)
-    # plotly's tooltips do not wrap; a word such as all-gather stays in one piece.
-    return "<br>".join(wrap(escape(text), TOOLTIP_CHARACTERS, break_on_hyphens=False))
+    # plotly's tooltips do not wrap; a word such as all-gather stays in one piece. The row has the whole text.
+    lines = wrap(
+        escape(text), TOOLTIP_CHARACTERS, break_on_hyphens=False, max_lines=TOOLTIP_LINES, placeholder=" …"
+    )
+    return "<br>".join(lines)
 
 
 def _build_notes(shown: ShownStep) -> list[dict[str, object]]:

@@ -292,6 +292,15 @@ def test_a_click_on_a_component_opens_its_row(monkeypatch: pytest.MonkeyPatch) -
     assert "gather_buffers" in read_rows(view)
 
 
+def test_tooltips_are_not_higher_than_the_chart() -> None:
+    """plotly shows no label that is higher than its chart; a line has 17 pixels."""
+    view = MemoryView(build_plan(layout=ss.Layout.fsdp2(pp=2)))
+    bars = [trace for trace in view.figure.data if trace.type == "bar"]
+    texts = [text for trace in bars for text in trace.customdata]
+    assert max(9 + 17 * len(text.split("<br>")) for text in texts) <= view.figure.layout.height
+    assert any(text.endswith(" …") for text in texts), "of a longer text the first words remain"
+
+
 def test_only_the_visible_subplot_takes_clicks() -> None:
     """Where two subplots overlap, plotly sends every hover and click to the upper one."""
     view = MemoryView(build_plan())

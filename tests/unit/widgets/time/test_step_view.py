@@ -86,8 +86,9 @@ def test_hover_and_table_explain_every_part() -> None:
     plan = build_plan(**PIPELINE)
     report, view = plan.step(), StepView(plan)
     for trace, name in zip(view.figure.data, PARTS, strict=False):
-        hover_words = unescape(trace.customdata[0].replace("<br>", " ")).split()
-        assert hover_words == report.explain(name).split()
+        # A tooltip has as much of the text as fits into the chart.
+        hover_words = unescape(trace.customdata[0].replace("<br>", " ")).removesuffix(" …").split()
+        assert hover_words == report.explain(name).split()[: len(hover_words)]
         assert " ".join(hover_words).startswith(f"{format_part(name)}, ")
     text = strip_tags(view.table.value)
     for name in PARTS:
@@ -95,6 +96,15 @@ def test_hover_and_table_explain_every_part() -> None:
             assert report.explain(name).partition(" = ")[2] in text
         else:
             assert format_part(name) in text.partition("No time in this plan")[2]
+
+
+def test_tooltips_are_not_higher_than_the_chart() -> None:
+    """plotly shows no label that is higher than its chart; a line has 17 pixels."""
+    for plan in (build_plan(), build_plan(**PIPELINE)):
+        view = StepView(plan)
+        texts = [text for trace in view.figure.data for text in trace.customdata]
+        assert max(9 + 17 * len(text.split("<br>")) for text in texts) <= view.figure.layout.height
+        assert any(text.endswith(" …") for text in texts), "of a longer text the first words remain"
 
 
 def test_all_times_of_the_view_have_one_unit() -> None:
