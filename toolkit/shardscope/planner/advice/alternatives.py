@@ -198,7 +198,8 @@ def _describe_if_any(
         )
     figures = f"{descriptions.describe_needs(trial)}, {descriptions.describe_speed(trial)}"
     name = descriptions.name_plan(trial.plan, requested.recipe)
-    return [(trial.plan, f"{words_before}: {name}; {figures}.")]
+    tight = ", which is tight" if trial.report.is_tight else ""
+    return [(trial.plan, f"{words_before}: {name}; {figures}{tight}.")]
 
 
 def _try_fp16(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> EvaluatedPlan | None:
@@ -332,19 +333,20 @@ def _try_without_offload(evaluator: PlanEvaluator, cluster: Cluster) -> Evaluate
     )
     layouts = [*_list_sharded_layouts(cluster), *layout_ladder.build_split_inside_a_node(cluster).layouts]
     outcomes = [*map(larger.evaluate_layout, layouts), layout_ladder.try_megatron(larger)]
-    return _choose_simplest_fast_plan(outcomes)
+    return _choose_simplest_fast_plan(larger, outcomes)
 
 
 def _find_simplest_fast_plan(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
     """Return the simplest layout, unsharded or fully sharded, that is about as fast as the fastest one."""
     layouts = [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
-    return _choose_simplest_fast_plan(map(evaluator.evaluate_layout, layouts))
+    return _choose_simplest_fast_plan(evaluator, map(evaluator.evaluate_layout, layouts))
 
 
-def _choose_simplest_fast_plan(outcomes: Iterable[Outcome]) -> EvaluatedPlan | None:
+def _choose_simplest_fast_plan(evaluator: PlanEvaluator, outcomes: Iterable[Outcome]) -> EvaluatedPlan | None:
     """Return the first plan that fits and is about as fast as the fastest one, which is preferably not
     tight; None if none fits."""
-    fitting = [outcome.best for outcome in outcomes if outcome.best]
+    # With larger micro-batches, as the recommended plan, which they are compared with.
+    fitting = [evaluator.with_room(outcome.best) for outcome in outcomes if outcome.best]
     best = find_fastest(fitting)
     if best is None:
         return None
