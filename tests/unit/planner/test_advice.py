@@ -109,6 +109,15 @@ def test_alternatives_use_the_room_as_the_advised_plan_does() -> None:
     assert even[0].step().tokens_per_second_per_gpu > faster
 
 
+def test_a_plan_that_can_be_launched_is_an_alternative_to_one_that_cannot() -> None:
+    task = {"seq_len": 4096, "global_batch_size": 16, "method": "qlora"}
+    advice = recommend_plan("qwen3-32b", "2xrtx-5090-32gb", **task)
+    assert advice.plan is not None
+    assert why_not_trained(advice.plan) is not None, "sequences are split over a quantized base"
+    other, text = advice.alternatives[0]
+    assert why_not_trained(other) is None and "can be launched here" in text
+
+
 def test_every_tight_alternative_is_called_tight() -> None:
     task = {"seq_len": 2048, "global_batch_size": 100, "method": "lora", "optimizer": "adamw_8bit"}
     advice = recommend_plan("gpt-oss-20b", "4xl4-24gb", **task)

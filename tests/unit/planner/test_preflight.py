@@ -474,6 +474,18 @@ def test_a_fix_that_costs_time_says_how_much(
     assert finding.change.endswith(f", {slower:.0f} % slower")
 
 
+def test_larger_micro_batches_against_launch_bound_steps_leave_room() -> None:
+    task = {"method": "qlora", "seq_len": 512, "micro_batch_size": 2, "recompute": "selective"}
+    plan = make_plan("llama-3.2-1b", "2xrtx-5090-32gb", ss.Layout.fsdp2(), **task)
+    finding = find_only(plan, "launch-bound")
+    assert finding.plan is not None and not finding.plan.memory().is_tight
+    assert finding.plan.recipe.micro_batch_size > 2
+    # A larger one would be faster still, and fit, but tightly.
+    larger = {"micro_batch_size": 2 * finding.plan.recipe.micro_batch_size}
+    tight = replace(finding.plan, recipe=replace(finding.plan.recipe, **larger))
+    assert tight.memory().fits and tight.memory().is_tight
+
+
 def test_a_fix_that_the_recipe_refuses_is_text_only() -> None:
     recipe = {"precision": "bf16", "kernels": "compiled", "recompute": "full"}
     plan = make_plan("llama-3.2-1b", layout=ss.Layout.ddp(), **recipe)

@@ -53,6 +53,7 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     # First what corrects the request itself: a format that the GPUs lack, a batch that does not divide.
     alternatives = _describe_if_any(_try_fp16(evaluator, advised), evaluator)
     alternatives += try_even_batch(evaluator, advised)
+    alternatives += _list_launchable(evaluator, advised)
     settings = try_single_settings(path, advised)
     runs = [one for one in settings if is_trained(one[0]) or not is_trained(advised.plan)]
     clear = [one for one in runs if _is_faster_plan(one[0], advised)]
@@ -65,6 +66,8 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     from_search: list[tuple[Plan, str]] = []
     if path.ranking is not None:
         from_search = find_alternatives(evaluator, path.ranking, advised, path.familiar)
+        listed = [plan for plan, _ in alternatives]
+        from_search = [one for one in from_search if one[0] not in listed]
     faster = [one for one in from_search if _is_faster_plan(one[0], advised)]
     leaner = [one for one in from_search if one not in faster]
     if has_offload(advised.plan.layout):
@@ -85,6 +88,18 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
             alternatives += [*faster, *clear, *leaner]
             settings = [one for one in settings if one not in clear]
     return alternatives + settings
+
+
+def _list_launchable(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> list[tuple[Plan, str]]:
+    """Return the fastest plan so far that can be launched here, if the recommended one cannot and is not over
+    a third faster."""
+    if is_trained(advised.plan) or advised.seconds is None:
+        return []
+    best = find_fastest(one for one in evaluator.fitting.values() if is_trained(one.plan))
+    if best is None or best.seconds is None or is_faster(advised, best, SAFE):
+        return []
+    gain = describe_gain(descriptions.name_plan(best.plan, evaluator.recipe), best, advised)
+    return [(best.plan, f"{gain} It can be launched here.")]
 
 
 def _list_looser_optimizers(requested: PlanEvaluator) -> list[tuple[Plan, str]]:
