@@ -166,7 +166,7 @@ REQUIRED_KEYS = {
     *("source", "usable_source"),
 }
 PRICE_KEYS = {"price_per_hour_usd", "price_date", "price_source"}
-OPTIONAL_KEYS = {"host_memory_bytes", "host_source", *PRICE_KEYS}
+OPTIONAL_KEYS = {"host_memory_bytes", "host_source", "host_gpus", *PRICE_KEYS}
 
 
 @pytest.mark.parametrize("name", GPU_NAMES)

@@ -117,6 +117,13 @@ def test_fault_18_invalid_counts_raise(field: str, bad: Any) -> None:
         dataclasses.replace(CLUSTER, **{field: bad})
 
 
+def test_a_rack_of_nvl72_has_the_host_memory_of_its_18_trays() -> None:
+    tray = Cluster.parse("18x4xgb200-186gb")
+    rack = Cluster.parse("72xgb200-186gb")
+    assert tray.host_memory_bytes and rack.host_memory_bytes == 18 * tray.host_memory_bytes
+    assert Cluster.parse("gb200-186gb").host_memory_bytes == tray.host_memory_bytes
+
+
 @pytest.mark.parametrize("field", ["host_memory_bytes", "nvme_bytes", "nvme_bandwidth_bytes_per_second"])
 @pytest.mark.parametrize("bad", NUMBERS[1:])
 def test_fault_33_invalid_host_figures_raise(field: str, bad: Any) -> None:

@@ -73,6 +73,59 @@ def test_zero_2_is_advised_if_unsharded_weights_fit() -> None:
         assert get_framework(advice) == "ddp"
 
 
+def test_micro_batches_divide_a_batch_that_is_no_power_of_two() -> None:
+    # Nine sequences for each of seven GPUs: only micro-batches of 1, 3 and 9 divide them.
+    advice = recommend_plan("llama-3.2-1b", "7xrtx-4090-24gb", seq_len=2048, global_batch_size=63)
+    assert advice.plan is not None
+    assert advice.plan.recipe.micro_batch_size == 3
+    single = replace(advice.plan, recipe=replace(advice.plan.recipe, micro_batch_size=1, recompute="none"))
+    assert advice.plan.step().seconds * 1.5 < single.step().seconds
+
+
+def test_the_chunked_loss_makes_room_for_larger_micro_batches_over_slow_links() -> None:
+    # Without NVLink, each micro-batch's all-gathers decide the time, and logits of 128k words the memory.
+    advice = recommend_plan("llama-3.1-8b", "8xl40s-48gb", seq_len=4096, global_batch_size=64)
+    assert advice.plan is not None
+    assert get_framework(advice) == "fsdp2"
+    assert advice.plan.recipe.loss == "chunked"
+    assert advice.plan.memory().verdict == "fits"
+    whole = replace(advice.plan, recipe=replace(advice.plan.recipe, micro_batch_size=1, loss=None))
+    assert advice.plan.step().seconds * 2 < whole.step().seconds
+
+
+def test_the_loss_stays_if_chunks_gain_less_than_the_prediction_error() -> None:
+    advice = recommend_plan("llama-3.1-8b", "8xa100-sxm-40gb", seq_len=4096, global_batch_size=64)
+    assert advice.plan is not None
+    assert advice.plan.recipe.loss is None
+
+
+def test_alternatives_use_the_room_as_the_advised_plan_does() -> None:
+    # 256 sequences do not divide over 72 GPUs, so nine pipeline stages are advised; 288 do, four on each GPU.
+    advice = recommend_plan("olmo-2-7b", "72xgb200-186gb", seq_len=512, method="qlora", global_batch_size=256)
+    assert advice.plan is not None and advice.plan.degrees.pp > 1
+    even = [plan for plan, _ in advice.alternatives if plan.recipe.global_batch_size == 288]
+    assert [plan.recipe.micro_batch_size for plan in even] == [4]
+    faster = advice.plan.step().tokens_per_second_per_gpu * 1.5
+    assert even[0].step().tokens_per_second_per_gpu > faster
+
+
+def test_a_plan_that_can_be_launched_is_an_alternative_to_one_that_cannot() -> None:
+    task = {"seq_len": 4096, "global_batch_size": 16, "method": "qlora"}
+    advice = recommend_plan("qwen3-32b", "2xrtx-5090-32gb", **task)
+    assert advice.plan is not None
+    assert why_not_trained(advice.plan) is not None, "sequences are split over a quantized base"
+    other, text = advice.alternatives[0]
+    assert why_not_trained(other) is None and "can be launched here" in text
+
+
+def test_every_tight_alternative_is_called_tight() -> None:
+    task = {"seq_len": 2048, "global_batch_size": 100, "method": "lora", "optimizer": "adamw_8bit"}
+    advice = recommend_plan("gpt-oss-20b", "4xl4-24gb", **task)
+    others = [(plan, text) for plan, text in advice.alternatives if fits(plan, plan.memory())]
+    assert any(plan.memory().is_tight for plan, _ in others)
+    assert all(("tight" in text) is plan.memory().is_tight for plan, text in others), others
+
+
 @sample(1)
 @pytest.mark.parametrize("card", ["l4-24gb", "rtx-4090-24gb"])
 def test_adapters_on_one_gpu(card: str) -> None:

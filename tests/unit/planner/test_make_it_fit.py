@@ -129,3 +129,14 @@ def test_host_memory_of_unknown_size_for_building_is_no_reason_to_leave_the_fram
     assert plan.cluster.host_memory_bytes is None
     fit = make_it_fit(plan)
     assert fit is not None and fit.plan.layout == plan.layout and fit.plan.memory().fits
+
+
+def test_more_nodes_come_without_changes_that_they_make_superfluous() -> None:
+    recipe = ss.Recipe(method="qlora", seq_len=1024, global_batch_size=16, recompute="full")
+    cluster = ss.Cluster.parse("2xrtx-4090-24gb")
+    plan = ss.Plan(ss.models["llama-3.1-70b"], cluster, recipe, ss.Layout.fsdp2())
+    fit = make_it_fit(plan)
+    assert fit is not None
+    assert fit.plan.cluster.num_nodes == 2
+    assert (fit.plan.recipe, fit.plan.degrees.cp) == (recipe, 1)
+    assert len(fit.changes) == 1, fit.text

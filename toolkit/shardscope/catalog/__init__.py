@@ -22,7 +22,7 @@ Kind = Literal["models", "gpus", "links"]
 
 NOT_FIELDS = frozenset({
     "source", "nulls", "price_source", "usable_source", "latency_source", "host_source", "usable_gib",
-    "driver_names", "host_link", "inter_node_link", "host_memory_bytes",
+    "driver_names", "host_link", "inter_node_link", "host_memory_bytes", "host_gpus",
 })  # fmt: skip
 """Keys of a TOML entry that are no fields of the object: sources, and defaults of its cluster."""
 
@@ -35,6 +35,7 @@ class GpuEntry(TypedDict, total=False):
     host_link: str
     inter_node_link: str
     host_memory_bytes: int
+    host_gpus: int
 
 
 class Catalogue(Mapping[str, T], Generic[T]):

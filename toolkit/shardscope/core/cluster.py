@@ -234,6 +234,9 @@ class Cluster(Serializable):
         entry = load_table("gpus").get(gpu.name, {})
         across = links[entry.get("inter_node_link", "ethernet-25g")]
         host_memory = get_host_memory_bytes() if gpu.name == "cpu" else entry.get("host_memory_bytes")
+        # A rack of GB200 NVL72 is one node of 72 GPUs for NVLink, and 18 hosts.
+        if host_memory is not None and "host_gpus" in entry:
+            host_memory *= -(-gpus_per_node // entry["host_gpus"])
         # The assumed network has a name of its own, by which ``timing/rates.py`` (check_links) refuses to
         # predict a step from it.
         return cls(

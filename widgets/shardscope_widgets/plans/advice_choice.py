@@ -18,6 +18,8 @@ from shardscope_widgets.kit.display_names import explain_missing_time, name_rate
 from shardscope_widgets.kit.numbers import format_short
 
 MAX_ALTERNATIVES = 2
+_TRAINING = ("method", "quantization", "precision", "optimizer", "global_batch_size")
+"""Recipe fields in which an alternative may train something else."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ def describe_tightness(plan: ss.Plan, alternatives: tuple[Alternative, ...]) -> 
     for alternative in alternatives:
         other = alternative.plan
         its = _predict_seconds(other)
-        same = other.cluster == plan.cluster and other.recipe.method == plan.recipe.method
+        # Only a plan that trains the same: others are alternatives under a condition, such as 8-bit moments.
+        same = other.cluster == plan.cluster and all(
+            getattr(other.recipe, name) == getattr(plan.recipe, name) for name in _TRAINING
+        )
         if same and seconds and its and its < SAFE * seconds and other.memory().verdict == "fits":
             return f"{warning} If this one does, apply {name_plan(other, plan.recipe)}: it has more room."
     return f"{warning} Launch a few steps first; Checks can search for a plan with more room."

@@ -131,8 +131,8 @@ def recommend(
 
     ``familiar_with``: frameworks that the team already uses, of ``ddp``, ``fsdp2``, ``deepspeed``,
     ``megatron`` and ``accelerate``; it decides between frameworks that do the same about as fast. The
-    recipe's micro-batch, recomputation and loss computation may change to make a plan fit; the loss curve
-    stays the same.
+    recipe's micro-batch, recomputation and loss computation may change to make a plan fit, or faster; the
+    loss curve stays the same.
 
     No evaluated plan, and no plan of a search over all layouts, is as simple as the recommended one and
     better: faster and leaner, over 10 % faster and not tight, or, if the recommended one is tight, not tight

@@ -53,6 +53,7 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     # First what corrects the request itself: a format that the GPUs lack, a batch that does not divide.
     alternatives = _describe_if_any(_try_fp16(evaluator, advised), evaluator)
     alternatives += try_even_batch(evaluator, advised)
+    alternatives += _list_launchable(evaluator, advised)
     settings = try_single_settings(path, advised)
     runs = [one for one in settings if is_trained(one[0]) or not is_trained(advised.plan)]
     clear = [one for one in runs if _is_faster_plan(one[0], advised)]
@@ -65,6 +66,8 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     from_search: list[tuple[Plan, str]] = []
     if path.ranking is not None:
         from_search = find_alternatives(evaluator, path.ranking, advised, path.familiar)
+        listed = [plan for plan, _ in alternatives]
+        from_search = [one for one in from_search if one[0] not in listed]
     faster = [one for one in from_search if _is_faster_plan(one[0], advised)]
     leaner = [one for one in from_search if one not in faster]
     if has_offload(advised.plan.layout):
@@ -85,6 +88,18 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
             alternatives += [*faster, *clear, *leaner]
             settings = [one for one in settings if one not in clear]
     return alternatives + settings
+
+
+def _list_launchable(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> list[tuple[Plan, str]]:
+    """Return the fastest plan so far that can be launched here, if the recommended one cannot and is not over
+    a third faster."""
+    if is_trained(advised.plan) or advised.seconds is None:
+        return []
+    best = find_fastest(one for one in evaluator.fitting.values() if is_trained(one.plan))
+    if best is None or best.seconds is None or is_faster(advised, best, SAFE):
+        return []
+    gain = describe_gain(descriptions.name_plan(best.plan, evaluator.recipe), best, advised)
+    return [(best.plan, f"{gain} It can be launched here.")]
 
 
 def _list_looser_optimizers(requested: PlanEvaluator) -> list[tuple[Plan, str]]:
@@ -198,7 +213,8 @@ def _describe_if_any(
         )
     figures = f"{descriptions.describe_needs(trial)}, {descriptions.describe_speed(trial)}"
     name = descriptions.name_plan(trial.plan, requested.recipe)
-    return [(trial.plan, f"{words_before}: {name}; {figures}.")]
+    tight = ", which is tight" if trial.report.is_tight else ""
+    return [(trial.plan, f"{words_before}: {name}; {figures}{tight}.")]
 
 
 def _try_fp16(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> EvaluatedPlan | None:
@@ -332,19 +348,20 @@ def _try_without_offload(evaluator: PlanEvaluator, cluster: Cluster) -> Evaluate
     )
     layouts = [*_list_sharded_layouts(cluster), *layout_ladder.build_split_inside_a_node(cluster).layouts]
     outcomes = [*map(larger.evaluate_layout, layouts), layout_ladder.try_megatron(larger)]
-    return _choose_simplest_fast_plan(outcomes)
+    return _choose_simplest_fast_plan(larger, outcomes)
 
 
 def _find_simplest_fast_plan(evaluator: PlanEvaluator) -> EvaluatedPlan | None:
     """Return the simplest layout, unsharded or fully sharded, that is about as fast as the fastest one."""
     layouts = [*layout_ladder.build_unsharded().layouts, *_list_sharded_layouts(evaluator.cluster)]
-    return _choose_simplest_fast_plan(map(evaluator.evaluate_layout, layouts))
+    return _choose_simplest_fast_plan(evaluator, map(evaluator.evaluate_layout, layouts))
 
 
-def _choose_simplest_fast_plan(outcomes: Iterable[Outcome]) -> EvaluatedPlan | None:
+def _choose_simplest_fast_plan(evaluator: PlanEvaluator, outcomes: Iterable[Outcome]) -> EvaluatedPlan | None:
     """Return the first plan that fits and is about as fast as the fastest one, which is preferably not
     tight; None if none fits."""
-    fitting = [outcome.best for outcome in outcomes if outcome.best]
+    # With larger micro-batches, as the recommended plan, which they are compared with.
+    fitting = [evaluator.with_room(outcome.best) for outcome in outcomes if outcome.best]
     best = find_fastest(fitting)
     if best is None:
         return None

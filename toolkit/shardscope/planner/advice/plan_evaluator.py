@@ -203,27 +203,38 @@ class PlanEvaluator:
         return self._with_room[key]
 
     def _find_larger(self, evaluated: EvaluatedPlan) -> EvaluatedPlan:
+        best = evaluated
+        # The recipe's loss first: the chunked one, which makes room where the vocabulary is large, changes
+        # how the model is called, so it must be faster by more than the prediction error.
+        for loss in _list_losses(evaluated.plan.recipe, evaluated.plan.layout):
+            is_own = loss == evaluated.plan.recipe.loss
+            larger = find_fastest([evaluated, *self._list_larger(evaluated, loss)])
+            if larger and is_faster(larger, best, WORTH_A_SETTING if is_own else PAYS):
+                best = larger
+        return best
+
+    def _list_larger(self, evaluated: EvaluatedPlan, loss: Loss | None) -> Iterator[EvaluatedPlan]:
+        """Yield plans with this loss that are not tight: larger micro-batches, or less recomputation."""
         recipe, layout = evaluated.plan.recipe, evaluated.plan.layout
-        fitting = [evaluated]
         for again in _list_other_recomputation(recipe, layout):
             other = (
                 recipe
                 if again == recipe.recompute
                 else replace(recipe, recompute=again, recompute_interval=1)
             )
-            for size in _powers_of_two(recipe.micro_batch_size, recipe.global_batch_size):
-                changed = replace(other, micro_batch_size=size)
+            for size in _list_larger_sizes(evaluated.plan):
+                changed = replace(other, micro_batch_size=size, loss=loss)
                 # The same size pays only with less recomputation; more of it needs the larger micro-batch
                 # that it makes room for.
                 if size == recipe.micro_batch_size and not _is_less(again, recipe.recompute):
                     continue  # Unchanged, or more recomputation without a larger micro-batch.
                 larger = self.evaluate_plan(layout, changed)
+                if isinstance(larger, str):  # Such as a number of micro-batches that pipelines do not take.
+                    continue
                 # Memory grows with the micro-batch, so larger ones do not fit either.
-                if isinstance(larger, str) or not larger.fits or larger.report.is_tight:
+                if not larger.fits or larger.report.is_tight:
                     break
-                fitting.append(larger)
-        best = find_fastest(fitting)
-        return best if best and is_faster(best, evaluated, WORTH_A_SETTING) else evaluated
+                yield larger
 
 
 def has_offload(layout: Layout) -> bool:
@@ -256,11 +267,10 @@ def compute_state_bytes(evaluator: PlanEvaluator) -> int | None:
     )
 
 
-def _powers_of_two(size: int, global_batch_size: int) -> Iterator[int]:
-    """Yield micro-batch sizes from ``size`` on, doubling each time."""
-    while size <= min(LARGEST_MICRO_BATCH, global_batch_size):
-        yield size
-        size *= 2
+def _list_larger_sizes(plan: Plan) -> list[int]:
+    """Return the micro-batch sizes that divide the batch of a replica, from the plan's own on."""
+    sizes = list_divisors(plan.recipe.global_batch_size // plan.degrees.data_parallel)
+    return [size for size in sizes if plan.recipe.micro_batch_size <= size <= LARGEST_MICRO_BATCH]
 
 
 def _choose_fastest(runs: list[EvaluatedPlan]) -> EvaluatedPlan | None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.serialization import replace_fields
+from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.memory_needs import fits
 
 if TYPE_CHECKING:
@@ -63,6 +64,15 @@ class Case:
         if self.step is None:
             return 0.0
         return 1 - self.step.tokens_per_second / variant.step.tokens_per_second
+
+    def describe_slowdown(self, plan: Plan | None) -> str:
+        """Return how much longer the step of the fixed ``plan`` takes, as text: ``, 24 % slower``; empty if
+        it is not noticeable or not known."""
+        step = None if plan is None else predict_step(plan)
+        if self.step is None or step is None:
+            return ""
+        lost = self.step.tokens_per_second / step.tokens_per_second - 1
+        return f", {format_percent(lost)} slower" if lost >= NOTICEABLE else ""
 
 
 def predict_memory(plan: Plan) -> MemoryReport | None:

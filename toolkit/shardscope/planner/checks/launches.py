@@ -38,11 +38,14 @@ def check_launch_bound(case: Case) -> Iterator[Finding]:
         return
     # A plan that our engines train is not changed into one that they do not.
     launched = is_trained(plan)
-    fixed = find_fastest(
+    candidates = [
         variant
         for variant in evaluate_variants(plan, _list_changes(plan))
         if case.compute_gain(variant) > 0 and (not launched or is_trained(variant.plan))
-    )
+    ]
+    # Nor into a tight one, which may run out of memory, unless it is tight itself.
+    is_tight = case.memory is not None and case.memory.is_tight
+    fixed = find_fastest(variant for variant in candidates if is_tight or not variant.memory.is_tight)
     won = ""
     if fixed is not None:
         saved = case.step.seconds - fixed.step.seconds

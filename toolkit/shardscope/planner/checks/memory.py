@@ -83,7 +83,7 @@ def check_tight_fit(case: Case) -> Iterator[Finding]:
         f"{format_percent(share)} of the {name_device(case.plan.cluster)}'s memory: of runs that need over "
         f"{TIGHT_PERCENT} % some run out of it.",
         number=100 * share,
-        change=_describe_variant(case, best)
+        change=_describe_variant(case, best) + case.describe_slowdown(best.plan)
         if best
         else "No smaller micro-batch and no recomputation is enough",
         plan=best.plan if best else None,

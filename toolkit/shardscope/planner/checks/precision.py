@@ -173,7 +173,7 @@ def check_reduction_precision(case: Case) -> Iterator[Finding]:
             if other is None
             else f"{other.layout.description}, which sums in fp32; or {suggestion}"
         )
-        + _describe_shortage(case, fixed or other),
+        + (_describe_shortage(case, fixed or other) or case.describe_slowdown(fixed)),
         plan=fixed or other,
         search=None if fixed or other else partial(search_other_frameworks, plan, _reduces_in_fp32),
     )
@@ -219,6 +219,6 @@ def check_update_precision(case: Case) -> Iterator[Finding]:
         f"(Micikevicius et al. 2018, section 3.1).{beyond}",
         number=100 * smallest,
         change=f"Mixed precision ({mixed.removesuffix('-mixed')}), with fp32 originals"
-        + _describe_shortage(case, fixed),
+        + (_describe_shortage(case, fixed) or case.describe_slowdown(fixed)),
         plan=fixed,
     )

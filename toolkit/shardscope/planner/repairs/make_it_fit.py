@@ -13,7 +13,12 @@ from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.planner.advice.plan_evaluator import PAYS, SAFE
 from shardscope.planner.differences import find_differences
 from shardscope.planner.memory_needs import WHILE_BUILT, list_memory_needs
-from shardscope.planner.repairs.combined_changes import combine_changes, describe_change, keep_options
+from shardscope.planner.repairs.combined_changes import (
+    NEAR,
+    combine_changes,
+    describe_change,
+    keep_options,
+)
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, describe_effect, find_steps, predict_seconds
 from shardscope.planner.search.search import search
 from shardscope.planner.verdict import State, assess_plan
@@ -24,9 +29,6 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.planner.search.ranking import Ranking
 
-NEAR = 1.05
-"""Ratio of step times within which plans count as equally cheap and the one with the fewest changes is
-chosen: the median error of a predicted step is 6 %."""
 MAX_PLANS = 200
 """Number of the search's fastest plans that are compared."""
 
