@@ -284,6 +284,44 @@ def test_a_group_of_one_rank_is_not_the_only_one_of_several(tmp_path: Path, has_
     assert all(row["transfer_seconds"] is None for row in rows if not row["axis"])
 
 
+@pytest.mark.parametrize("odd", ["absent", "stopped", "sizes"])
+def test_a_rank_with_other_calls_leaves_the_others_in_their_group(tmp_path: Path, odd: str) -> None:
+    """Of three ranks, one recorded no call, or fewer than the others; or each gathers another size."""
+    name, kind = "c10d::allreduce_", "gloo:all_reduce"
+    if odd == "sizes":
+        name, kind = "c10d::alltoall_base_", "gloo:all_to_all"
+    ranks: dict[int, Events] = {rank: [operator(0, 1)] for rank in range(3)}
+    for rank, events in ranks.items():
+        shape = {"Input Dims": [[100 + rank * (odd == "sizes")]], "Input type": ["float"]}
+        for number in range({"absent": 0, "stopped": 2, "sizes": 4}[odd] if rank == 2 else 4):
+            begin = 1_000 * (number + 1)
+            around = "loss" if number == 3 else "backward"
+            events += [
+                step(number, begin, begin + 900),
+                operator(begin, begin + 100, around),
+                operator(begin + 10, begin + 90, name),
+                annotation(begin + 20, begin + 500, kind, 200, **shape),
+            ]
+    group = {"pg_name": "0", "pg_desc": "DATA_PARALLEL_GROUP", "pg_size": 3, "ranks": [0, 1, 2]}
+    rows = load_ranks(tmp_path, ranks, info={"backend": "gloo", "pg_config": [group]}).collectives()
+    assert {row["axis"] for row in rows} == {"dp"}
+    # Of two ranks all four calls, and of three ranks those of the steps that all of them recorded.
+    num_matched = sum(row["transfer_seconds"] is not None for row in rows)
+    assert num_matched == {"absent": 2 * 4, "stopped": 3 * 2, "sizes": 0}[odd]
+
+
+def test_a_mesh_whose_ranks_lost_a_request_is_still_inferred(tmp_path: Path) -> None:
+    ranks, info = make_gloo_mesh()
+    for rank, events in ranks.items():
+        calls = [event for event in events if event["name"] == "gloo:all_reduce"]
+        for event in calls[: len(calls) - (rank == 3)]:
+            begin = round(1000 * event["ts"])
+            events.append(operator(begin - 9, begin - 1, "c10d::allreduce_"))
+    rows = load_ranks(tmp_path, ranks, info=info).collectives()
+    axes = {100: "tp", 200: "dp", 1: ""}
+    assert {(row["num_bytes"], row["axis"]) for row in rows} == {(4 * n, axis) for n, axis in axes.items()}
+
+
 def test_without_shapes_calls_are_told_apart_by_what_requested_them(tmp_path: Path) -> None:
     """A step has many reductions of tensor-parallel activations, and one of gradients at its end."""
     ranks, info = make_gloo_mesh(0)
