@@ -589,8 +589,8 @@ def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: 
     assert [row["late_seconds"] for row in load_ranks(tmp_path, ranks).stragglers()] == [0, 0, 0]
 
 
-def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path) -> None:
-    """Rank 0 of a 2 x 2 mesh takes 1,000 ns more in each of four layers of 20 steps: 4,000 ns a step."""
+def make_slow_mesh(slow: int) -> dict[int, Events]:
+    """Return a 2 x 2 mesh in which one rank takes 1,000 ns more in each of four layers of 20 steps."""
     ranks: dict[int, Events] = {rank: [] for rank in range(4)}
     clock, begin = dict.fromkeys(range(4), 0), 0
 
@@ -606,18 +606,33 @@ def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path) -> None:
         begin = max(clock.values())
         for _ in range(4):
             for rank in ranks:
-                work = 4_000 + 1_000 * (rank == 0)
+                work = 4_000 + 1_000 * (rank == slow)
                 ranks[rank].append(kernel(clock[rank], clock[rank] + work))
                 clock[rank] += work
             reduce([(0, 1), (2, 3)], "1")
         reduce([(0, 2), (1, 3)], "2")
         for rank in ranks:
             ranks[rank].append(step(number, begin, max(clock.values())))
-    stragglers = load_ranks(tmp_path, ranks).stragglers()
+    return ranks
+
+
+def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path) -> None:
+    stragglers = load_ranks(tmp_path, make_slow_mesh(0)).stragglers()
     late = [to_ns(row["late_seconds"]) for row in stragglers]
     assert late[0] == 4_000
     # Rank 1 is late for rank 3 at the end of a step because it waited for rank 0 in each layer.
     assert max(late[1:]) < 100 and [row["is_straggler"] for row in stragglers] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("slow", "missing"), [(0, 1), (2, 3), (1, 2), (2, 1)])
+def test_a_delay_of_a_mesh_with_a_missing_rank_counts_once(tmp_path: Path, slow: int, missing: int) -> None:
+    """How long ranks waited for the missing one is unknown: this makes no other rank late, and none early."""
+    ranks = make_slow_mesh(slow)
+    del ranks[missing]
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": 4}).stragglers()
+    late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers}
+    assert late.pop(slow) == 4_000 and max(late.values()) < 100
+    assert [row["rank"] for row in stragglers if row["is_straggler"]] == [slow]
 
 
 def test_ranks_that_cannot_be_compared_have_a_hint(tmp_path: Path) -> None:

@@ -75,11 +75,13 @@ class CollectiveRow(TypedDict):
     seconds: float
     call: int
     """Number of the collective, the same on all of its ranks; -1 if no other rank's call was found."""
+    group_size: int
+    """Number of ranks of the group; 0 if unknown."""
     is_reduce_scatter: bool
     """Whether gloo ran a reduce-scatter as this all-reduce; False without recorded shapes."""
 
 
-_MORE_KEYS = {"track", "start_seconds", "seconds", "call", "is_reduce_scatter"}
+_MORE_KEYS = {"track", "start_seconds", "seconds", "call", "group_size", "is_reduce_scatter"}
 COLUMNS = tuple(name for name in get_type_hints(CollectiveRow) if name not in _MORE_KEYS)
 
 
@@ -296,6 +298,7 @@ def _make_row(trace: Trace, finder: GroupFinder, call: _Call, exposed_ns: int) -
         "start_seconds": int(trace.start_ns[call.index]) / 1e9,
         "seconds": duration / 1e9,
         "call": call.call,
+        "group_size": call.group_size,
         "is_reduce_scatter": call.is_reduce_scatter,
     }
 
