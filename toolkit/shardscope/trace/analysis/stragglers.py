@@ -132,14 +132,14 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, int | None]
     ]
     num_callers = Counter(row["call"] for row, _ in rows)
     # Sends and receives of more than two stages cannot be paired. Then those of no rank count.
-    has_messages = all(row["call"] >= 0 for row, _ in rows if row["kind"] == "send_recv")
+    are_paired = all(row["call"] >= 0 for row, _ in rows if row["kind"] == "send_recv")
     waits: dict[int, int | None] = {}
     for row, index in rows:
         # What compute overlaps delays nothing.
         wait = round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9)
         is_complete = row["call"] >= 0 and num_callers[row["call"]] >= row["group_size"]
         if row["kind"] == "send_recv":
-            waits[index] = wait if has_messages else 0
+            waits[index] = wait if are_paired else 0
         elif is_complete or row["group_size"] == 1 or not row["exposed_seconds"]:
             waits[index] = wait
         else:
