@@ -284,6 +284,44 @@ def test_a_group_of_one_rank_is_not_the_only_one_of_several(tmp_path: Path, has_
     assert all(row["transfer_seconds"] is None for row in rows if not row["axis"])
 
 
+@pytest.mark.parametrize("odd", ["absent", "stopped", "sizes"])
+def test_a_rank_with_other_calls_leaves_the_others_in_their_group(tmp_path: Path, odd: str) -> None:
+    """Of three ranks, one recorded no call, or fewer than the others; or each gathers another size."""
+    name, kind = "c10d::allreduce_", "gloo:all_reduce"
+    if odd == "sizes":
+        name, kind = "c10d::alltoall_base_", "gloo:all_to_all"
+    ranks: dict[int, Events] = {rank: [operator(0, 1)] for rank in range(3)}
+    for rank, events in ranks.items():
+        shape = {"Input Dims": [[100 + rank * (odd == "sizes")]], "Input type": ["float"]}
+        for number in range({"absent": 0, "stopped": 2, "sizes": 4}[odd] if rank == 2 else 4):
+            begin = 1_000 * (number + 1)
+            around = "loss" if number == 3 else "backward"
+            events += [
+                step(number, begin, begin + 900),
+                operator(begin, begin + 100, around),
+                operator(begin + 10, begin + 90, name),
+                annotation(begin + 20, begin + 500, kind, 200, **shape),
+            ]
+    group = {"pg_name": "0", "pg_desc": "DATA_PARALLEL_GROUP", "pg_size": 3, "ranks": [0, 1, 2]}
+    rows = load_ranks(tmp_path, ranks, info={"backend": "gloo", "pg_config": [group]}).collectives()
+    assert {row["axis"] for row in rows} == {"dp"}
+    # Of two ranks all four calls, and of three ranks those of the steps that all of them recorded.
+    num_matched = sum(row["transfer_seconds"] is not None for row in rows)
+    assert num_matched == {"absent": 2 * 4, "stopped": 3 * 2, "sizes": 0}[odd]
+
+
+def test_a_mesh_whose_ranks_lost_a_request_is_still_inferred(tmp_path: Path) -> None:
+    ranks, info = make_gloo_mesh()
+    for rank, events in ranks.items():
+        calls = [event for event in events if event["name"] == "gloo:all_reduce"]
+        for event in calls[: len(calls) - (rank == 3)]:
+            begin = round(1000 * event["ts"])
+            events.append(operator(begin - 9, begin - 1, "c10d::allreduce_"))
+    rows = load_ranks(tmp_path, ranks, info=info).collectives()
+    axes = {100: "tp", 200: "dp", 1: ""}
+    assert {(row["num_bytes"], row["axis"]) for row in rows} == {(4 * n, axis) for n, axis in axes.items()}
+
+
 def test_without_shapes_calls_are_told_apart_by_what_requested_them(tmp_path: Path) -> None:
     """A step has many reductions of tensor-parallel activations, and one of gradients at its end."""
     ranks, info = make_gloo_mesh(0)
@@ -551,8 +589,8 @@ def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: 
     assert [row["late_seconds"] for row in load_ranks(tmp_path, ranks).stragglers()] == [0, 0, 0]
 
 
-def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path) -> None:
-    """Rank 0 of a 2 x 2 mesh takes 1,000 ns more in each of four layers of 20 steps: 4,000 ns a step."""
+def make_slow_mesh(slow: int) -> dict[int, Events]:
+    """Return a 2 x 2 mesh in which one rank takes 1,000 ns more in each of four layers of 20 steps."""
     ranks: dict[int, Events] = {rank: [] for rank in range(4)}
     clock, begin = dict.fromkeys(range(4), 0), 0
 
@@ -568,18 +606,33 @@ def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path) -> None:
         begin = max(clock.values())
         for _ in range(4):
             for rank in ranks:
-                work = 4_000 + 1_000 * (rank == 0)
+                work = 4_000 + 1_000 * (rank == slow)
                 ranks[rank].append(kernel(clock[rank], clock[rank] + work))
                 clock[rank] += work
             reduce([(0, 1), (2, 3)], "1")
         reduce([(0, 2), (1, 3)], "2")
         for rank in ranks:
             ranks[rank].append(step(number, begin, max(clock.values())))
-    stragglers = load_ranks(tmp_path, ranks).stragglers()
+    return ranks
+
+
+def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path) -> None:
+    stragglers = load_ranks(tmp_path, make_slow_mesh(0)).stragglers()
     late = [to_ns(row["late_seconds"]) for row in stragglers]
     assert late[0] == 4_000
     # Rank 1 is late for rank 3 at the end of a step because it waited for rank 0 in each layer.
     assert max(late[1:]) < 100 and [row["is_straggler"] for row in stragglers] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("slow", "missing"), [(0, 1), (2, 3), (1, 2), (2, 1)])
+def test_a_delay_of_a_mesh_with_a_missing_rank_counts_once(tmp_path: Path, slow: int, missing: int) -> None:
+    """How long ranks waited for the missing one is unknown: this makes no other rank late, and none early."""
+    ranks = make_slow_mesh(slow)
+    del ranks[missing]
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": 4}).stragglers()
+    late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers}
+    assert late.pop(slow) == 4_000 and max(late.values()) < 100
+    assert [row["rank"] for row in stragglers if row["is_straggler"]] == [slow]
 
 
 def test_ranks_that_cannot_be_compared_have_a_hint(tmp_path: Path) -> None:

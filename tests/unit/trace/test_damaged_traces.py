@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.requirements import sample
-from trace_events import kernel, launch, operator, write_ranks
+from trace_events import kernel, launch, operator, step, write_ranks
 
 from shardscope.trace import Trace
 from shardscope.trace import files as trace_files
@@ -109,7 +109,8 @@ def test_kernels_that_a_truncated_file_lost_are_not_blamed_on_the_host(tmp_path:
     for one in (trace, Trace.load(trace.to_chrome(tmp_path / "merged.json"))):
         sentences = one.summary().sentences
         assert any("rank 0 ends in the middle" in sentence for sentence in sentences)
-        assert not any("host" in sentence for sentence in sentences)
+        assert any("work on the GPU" in sentence for sentence in sentences)
+        assert not any("host" in sentence or "The GPU idles" in sentence for sentence in sentences)
         assert not any(row["seconds"] for row in one.idle() if row["cause"] == "host-bound")
 
 
@@ -118,7 +119,25 @@ def test_all_ranks_of_a_truncated_merged_file_are_incomplete(tmp_path: Path) -> 
     folder = write_ranks(tmp_path / "ranks", {0: events, 1: events})
     path = Trace.load(folder).to_chrome(tmp_path / "all.json")
     path.write_bytes(path.read_bytes()[:-2000])
-    assert "The files of ranks 0, 1 end in the middle" in str(Trace.load(path).summary())
+    summary = str(Trace.load(path).summary())
+    assert "The files of ranks 0, 1 end in the middle" in summary and "on the GPU" not in summary
+
+
+def test_idle_time_is_that_of_ranks_with_complete_files(tmp_path: Path) -> None:
+    """Between operators, rank 0 is 300 us of 1,000, 200 of them in c10d; the file of rank 1 ends early."""
+    events = [
+        step(0, 0, 1_000_000),
+        operator(0, 700_000),
+        operator(750_000, 950_000, "c10d::allreduce_"),
+        operator(999_999, 1_000_000),
+    ]
+    late = [step(0, 0, 1_000_000), operator(100_000, 900_000, "c10d::allreduce_")]
+    folder = write_ranks(tmp_path, {0: events, 1: [*late, operator(999_000, 1_000_000, "aten::lost")]})
+    path = folder / "rank-1.json"
+    path.write_bytes(path.read_bytes().partition(b"aten::lost")[0])
+    trace = Trace.load(folder)
+    (text,) = (one for one in trace.summary().sentences if one.startswith("Between operators"))
+    assert " 300 µs (30 %)" in text and " 200 µs of it" in text and "on rank 0." in text
 
 
 def test_fault_38_one_unescaped_backslash_costs_no_other_event(tmp_path: Path) -> None:

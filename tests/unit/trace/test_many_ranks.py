@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.faults import slow_test
-from tests.unit.trace.trace_events import Events, all_reduce, kernel, load_ranks, operator, step
+from tests.unit.trace.trace_events import Events, all_reduce, kernel, load_ranks, operator, step, write_ranks
 
 from shardscope.trace import Trace
 from shardscope.trace.summary import many_ranks
@@ -86,6 +86,21 @@ def test_the_rank_that_the_others_wait_for_is_compared(tmp_path: Path) -> None:
     sentences = load_ranks(tmp_path, ranks).summary().sentences
     assert "on all of them" in sentences[0]
     assert any(text.startswith("Stragglers: rank 23 arrives") for text in sentences)
+
+
+def test_a_truncated_file_is_named_though_its_rank_is_not_compared(tmp_path: Path) -> None:
+    """Rank 23 stays in the middle of all: the sentences compare other ranks, and the tables have it."""
+    ranks: dict[int, Events] = {}
+    for rank in range(NUM_RANKS):
+        ranks[rank] = [step(0, 0, 20_000 + 100 * rank), kernel(0, 10_000), operator(0, 10)]
+    folder = write_ranks(tmp_path, ranks)
+    path = folder / "rank-23.json"
+    path.write_bytes(path.read_bytes().partition(b"aten::mm")[0])
+    first, *others = Trace.load(folder).summary().sentences
+    assert "compare ranks 0, 6, 11, 17, 22, 28, 33, 39." in first
+    assert any("The file of rank 23 ends in the middle" in sentence for sentence in others)
+    # No rank waits for another one here.
+    assert "wait" not in first and "longest and shortest steps" in first
 
 
 def test_the_summary_holds_one_rank_at_a_time_and_then_those_compared(

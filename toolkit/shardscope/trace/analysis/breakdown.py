@@ -265,13 +265,15 @@ def _find_python_time(trace: Trace, rank: RankActivity) -> Intervals:
 
 
 def measure_requests(trace: Trace) -> float:
-    """Return a step's idle seconds in which a thread requests a collective, averaged over ranks.
+    """Return a step's idle seconds in which a thread requests a collective, averaged over complete ranks.
 
     For CPU ranks: their host-bound time is "between operators", but c10d's operators may take most of it.
     """
     activity, total = trace.activity, 0.0
+    # Work that a file lost because it ends in the middle looks like idle time.
+    complete = [rank for rank in activity.ranks if rank.rank not in trace.cut_off]
     is_request = activity.mask_names(_REQUESTS, "match")
-    for rank in activity.ranks:
+    for rank in complete:
         start, end = rank.start_ns, rank.end_ns
         if rank.steps:
             start, end = rank.steps[0].start_ns, rank.steps[-1].end_ns
@@ -280,7 +282,7 @@ def measure_requests(trace: Trace) -> float:
         idle = intersect(find_idle(trace, rank)[HOST_BOUND], requests)
         (inside,) = measure_within(idle, np.array([start]), np.array([end])).tolist()
         total += inside / 1e9 / activity.steps_by_rank[rank.rank]
-    return total / max(len(activity.ranks), 1)
+    return total / max(len(complete), 1)
 
 
 def _find_next_track(trace: Trace, rank: RankActivity, time_ns: int) -> str:

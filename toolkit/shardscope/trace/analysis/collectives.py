@@ -14,12 +14,12 @@ from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.groups import GroupFinder, Times, infer_groups, list_families
 from shardscope.trace.analysis.intervals import Int64s, find_exclusive_parts, measure_within
 from shardscope.trace.analysis.operator_costs import find_element_bytes
-from shardscope.trace.analysis.requests import name_requests
+from shardscope.trace.analysis.requests import Requests
 from shardscope.trace.arguments import CollectiveArgs, ShapeArgs, decode_arguments, read_shapes, read_texts
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from shardscope.core.plan import Plan
     from shardscope.trace.store import Trace
@@ -75,11 +75,13 @@ class CollectiveRow(TypedDict):
     seconds: float
     call: int
     """Number of the collective, the same on all of its ranks; -1 if no other rank's call was found."""
+    group_size: int
+    """Number of ranks of the group; 0 if unknown."""
     is_reduce_scatter: bool
     """Whether gloo ran a reduce-scatter as this all-reduce; False without recorded shapes."""
 
 
-_MORE_KEYS = {"track", "start_seconds", "seconds", "call", "is_reduce_scatter"}
+_MORE_KEYS = {"track", "start_seconds", "seconds", "call", "group_size", "is_reduce_scatter"}
 COLUMNS = tuple(name for name in get_type_hints(CollectiveRow) if name not in _MORE_KEYS)
 
 
@@ -296,6 +298,7 @@ def _make_row(trace: Trace, finder: GroupFinder, call: _Call, exposed_ns: int) -
         "start_seconds": int(trace.start_ns[call.index]) / 1e9,
         "seconds": duration / 1e9,
         "call": call.call,
+        "group_size": call.group_size,
         "is_reduce_scatter": call.is_reduce_scatter,
     }
 
@@ -456,7 +459,9 @@ def _infer_groups(trace: Trace, calls: list[_Call]) -> None:
             by_size[call.kind, call.elements][call.rank].append(call)
     sizes = _find_group_sizes(trace, by_size)
     times = {key: _list_times(trace, by_rank) for key, by_rank in by_size.items()}
-    for key, by_rank in _split_by_request(trace, calls, by_size, sizes):
+    index = np.array([call.index for call in calls], np.int64)
+    requests = Requests(trace, index, [call.kind for call in calls])
+    for key, by_rank in _split_by_request(requests, by_size, sizes):
         size = sizes.get(key)
         joined = times[key] if size is not None else _list_times(trace, by_rank)
         if size is not None:
@@ -475,7 +480,7 @@ def _infer_groups(trace: Trace, calls: list[_Call]) -> None:
         groups = infer_groups(joined, families, size)
         for rank, rank_calls in by_rank.items():
             for call in rank_calls:
-                _leave_group_of_others(call, size, by_rank.keys(), trace.ranks)
+                _leave_group_of_others(call, size, requests, trace.ranks)
                 if call.group_ranks is None and rank in groups:
                     call.group_ranks, call.group_size = groups[rank], len(groups[rank])
                 elif call.group_ranks is None:
@@ -483,41 +488,37 @@ def _infer_groups(trace: Trace, calls: list[_Call]) -> None:
 
 
 def _split_by_request(
-    trace: Trace,
-    calls: list[_Call],
+    requests: Requests,
     by_size: Mapping[tuple[str, int], Mapping[int, list[_Call]]],
     sizes: Mapping[tuple[str, int], int],
 ) -> Iterator[tuple[tuple[str, int], Mapping[int, list[_Call]]]]:
     """Yield calls that are in groups of one kind, such as all tensor-parallel ones, with kind and elements.
 
     Calls of one size whose group has an unknown number of ranks are divided by their requests: without
-    recorded shapes, activations and gradients have the same kind and "size".
+    recorded shapes, activations and gradients have the same kind and "size". If the requests of a rank are
+    unknown, as of one whose file lost a few events, its calls would be apart from those of the others.
     """
-    index = np.array([call.index for call in calls], np.int64)
-    names = name_requests(trace, index, [call.kind for call in calls])
-    requests = dict(zip(index.tolist(), names, strict=True))
     for key, by_rank in by_size.items():
-        if key in sizes:
-            yield key, by_rank
-            continue
         by_request: dict[str, dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
         for rank, rank_calls in by_rank.items():
             for call in rank_calls:
-                by_request[requests[call.index]][rank].append(call)
+                by_request[requests.get_name(call.index)][rank].append(call)
+        if key in sizes or "" in by_request:
+            yield key, by_rank
+            continue
         for part in by_request.values():
             yield key, part
 
 
-def _leave_group_of_others(
-    call: _Call, size: int | None, callers: Collection[int], recorded: Collection[int]
-) -> None:
+def _leave_group_of_others(call: _Call, size: int | None, requests: Requests, recorded: list[int]) -> None:
     """Correct the group of a call without a name, which was taken for the only one with several ranks.
 
     Frameworks also make groups of one rank, such as Megatron's of each axis that is not divided. ``size`` is
-    the group's number of ranks, if known, and ``callers`` are the ranks that made such calls.
+    the group's number of ranks, if known.
     """
     ranks = call.group_ranks or ()
-    if len(ranks) > 1 and (size == 1 or any(rank in recorded and rank not in callers for rank in ranks)):
+    others = [rank for rank in ranks if rank in recorded and rank != call.rank]
+    if len(ranks) > 1 and (size == 1 or requests.is_alone(call.index, call.kind, call.rank, others)):
         call.group_ranks, call.group_size = (call.rank,), 1
 
 

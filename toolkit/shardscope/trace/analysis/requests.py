@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +22,43 @@ _KINDS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "barrier")
 _NUMBER = re.compile(r"\d+")
 
 
-def name_requests(trace: Trace, index: Int64s, kinds: Sequence[str]) -> list[str]:
+class Requests:
+    """The operators that requested calls of CPU ranks, by call and by rank."""
+
+    def __init__(self, trace: Trace, index: Int64s, kinds: Sequence[str]) -> None:
+        """Find the requests of the calls at ``index``, all of the trace, with their ``kinds``."""
+        self._names: dict[int, str] = dict(
+            zip(index.tolist(), _name_requests(trace, index, kinds), strict=True)
+        )
+        self._counts: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+        """Numbers of each rank's requests of a kind, without the ranks whose files lost some."""
+        for position, kind in zip(index.tolist(), kinds, strict=True):
+            rank = trace.tracks[trace.track_index[position]].rank
+            if rank not in trace.cut_off:
+                self._counts[kind, rank][self._names[position]] += 1
+
+    def get_name(self, call: int) -> str:
+        """Return the operator that requested a call and the function around it; "" if unknown."""
+        return self._names[call]
+
+    def is_alone(self, call: int, kind: str, rank: int, others: Collection[int]) -> bool:
+        """Return whether the others made the same requests as ``rank``, without those of this call's name.
+
+        If numbers of others differ, too, they may have recorded less, or under another name.
+        """
+        name, own = self._names[call], self._counts[kind, rank]
+        if not name or not others:
+            return False
+        for other in others:
+            counts = self._counts[kind, other]
+            if not counts or name in counts or "" in counts:
+                return False
+            if any(own[request] != count for request, count in counts.items()):
+                return False
+        return True
+
+
+def _name_requests(trace: Trace, index: Int64s, kinds: Sequence[str]) -> list[str]:
     """Return the operator that requested each call of a CPU rank and the function around it; "" if unknown.
 
     ``index`` are all calls, and ``kinds`` their kinds. gloo runs the calls of a kind in the order of their

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypedDict, get_type_hints
 
 import numpy as np
@@ -66,10 +66,13 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     # One array for all groups of a size, because each is permuted thousands of times.
     by_size: dict[int, list[tuple[Ints, Floats]]] = defaultdict(list)
     by_axis: dict[tuple[int, ...], Floats] = defaultdict(lambda: np.zeros(len(trace.ranks)))
+    numbers = np.array(trace.ranks)
     for ranks, durations in _measure_durations(trace, collectives):
         of_calls = _compute_delays(durations)
         by_size[len(ranks)].append((np.broadcast_to(ranks, durations.shape), of_calls))
-        by_axis[tuple((ranks - ranks[0]).tolist())][ranks] += of_calls.sum(axis=0)
+        # Of numbers of ranks: with some missing, positions of tensor- and data-parallel ones differ alike.
+        offsets = numbers[ranks] - numbers[ranks[0]]
+        by_axis[tuple(offsets.tolist())][ranks] += of_calls.sum(axis=0)
     members = [np.concatenate([ranks for ranks, _ in groups]) for groups in by_size.values()]
     delays = [np.concatenate([delay for _, delay in groups]) for groups in by_size.values()]
     num_ranks, num_calls = len(trace.ranks), sum(len(delay) for delay in delays)
@@ -96,20 +99,18 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
     Of calls in flight together, such as DDP's buckets, a later one counts from the end of those before it:
     otherwise the time by which a rank is late would count once for each of them. A rank that waited in other
     groups before a call counts as there by so much earlier: it is late because of the rank it waited for.
+    If for one of the ranks that is unknown, none of them is: only some would be there earlier.
     """
     by_call: dict[int, dict[int, int]] = defaultdict(dict)
     is_in_steps = trace.activity.is_in_steps
-    waits: dict[int, int] = {}
     for row, index in zip(collectives, collectives.slices, strict=True):
         if row["call"] >= 0 and is_in_steps[index]:
             by_call[row["call"]][row["rank"]] = index
-            # What compute overlaps delays nothing.
-            waits[index] = round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9)
     by_group: dict[tuple[int, ...], list[dict[int, int]]] = defaultdict(list)
     for of_ranks in by_call.values():
         if len(of_ranks) > 1:
             by_group[tuple(sorted(of_ranks))].append(of_ranks)
-    waited = _sum_waits_before(trace, by_group, waits)
+    waited = _sum_waits_before(trace, by_group, _list_waits(trace, collectives))
     for group, calls in by_group.items():
         slices = np.array([[of_ranks[rank] for rank in group] for of_ranks in calls])
         # One order for all ranks, by the first one's clock: they are compared in the same part of each call.
@@ -117,28 +118,64 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
         start[1:] = np.maximum(start[1:], np.maximum.accumulate(end, axis=0)[:-1])
         positions = np.array([trace.ranks.index(rank) for rank in group])
-        yield positions, np.maximum(end - start, 0) + np.vectorize(waited.__getitem__, [np.int64])(slices)
+        before = [[waited[index] for index in of_ranks] for of_ranks in slices.tolist()]
+        known = [[0 if None in of_ranks else wait or 0 for wait in of_ranks] for of_ranks in before]
+        yield positions, np.maximum(end - start, 0) + np.array(known, np.int64)
+
+
+def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, int | None]:
+    """Return for how long each call's rank waited for the others of its group; None if that is unknown."""
+    rows = [
+        (row, index)
+        for row, index in zip(collectives, collectives.slices, strict=True)
+        if trace.activity.is_in_steps[index]
+    ]
+    num_callers = Counter(row["call"] for row, _ in rows)
+    # Sends and receives of more than two stages cannot be paired. Then those of no rank count.
+    are_paired = all(row["call"] >= 0 for row, _ in rows if row["kind"] == "send_recv")
+    waits: dict[int, int | None] = {}
+    for row, index in rows:
+        # What compute overlaps delays nothing.
+        wait = round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9)
+        is_complete = row["call"] >= 0 and num_callers[row["call"]] >= row["group_size"]
+        if row["kind"] == "send_recv":
+            waits[index] = wait if are_paired else 0
+        elif is_complete or row["group_size"] == 1 or not row["exposed_seconds"]:
+            waits[index] = wait
+        else:
+            waits[index] = None
+    return waits
 
 
 def _sum_waits_before(
-    trace: Trace, by_group: Mapping[tuple[int, ...], list[dict[int, int]]], waits: Mapping[int, int]
-) -> dict[int, int]:
-    """Return for how long each call's rank waited in other groups since its previous call in this group."""
-    of_rank: dict[int, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
-    for group, calls in by_group.items():
-        for rank, index in (pair for of_ranks in calls for pair in of_ranks.items()):
-            of_rank[rank].append((int(trace.start_ns[index]), index, group))
-    waited: dict[int, int] = {}
+    trace: Trace, by_group: Mapping[tuple[int, ...], list[dict[int, int]]], waits: Mapping[int, int | None]
+) -> dict[int, int | None]:
+    """Return for how long each call's rank waited in other groups since its previous call in this group.
+
+    None if one of these waits is unknown.
+    """
+    groups = {
+        index: group for group, calls in by_group.items() for of_ranks in calls for index in of_ranks.values()
+    }
+    of_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for index in waits:
+        of_rank[trace.tracks[trace.track_index[index]].rank].append((int(trace.start_ns[index]), index))
+    waited: dict[int, int | None] = {}
     for rank_calls in of_rank.values():
-        total, total_after = 0, dict.fromkeys(by_group, 0)
-        in_flight: list[tuple[int, int, tuple[int, ...]]] = []
-        for start, index, group in sorted(rank_calls):
+        total, num_unknown = 0, 0
+        after = dict.fromkeys(by_group, (0, 0))
+        in_flight: list[tuple[int, int]] = []
+        for start, index in sorted(rank_calls):
             while in_flight and in_flight[0][0] <= start:
-                _, wait, ended = heapq.heappop(in_flight)
-                total += wait
-                total_after[ended] = total
-            waited[index] = total - total_after[group]
-            heapq.heappush(in_flight, (int(trace.activity.end_ns[index]), waits[index], group))
+                _, ended = heapq.heappop(in_flight)
+                wait = waits[ended]
+                total, num_unknown = total + (wait or 0), num_unknown + (wait is None)
+                if ended in groups:
+                    after[groups[ended]] = (total, num_unknown)
+            heapq.heappush(in_flight, (int(trace.activity.end_ns[index]), index))
+            if index in groups:
+                total_before, unknown_before = after[groups[index]]
+                waited[index] = total - total_before if num_unknown == unknown_before else None
     return waited
 
 

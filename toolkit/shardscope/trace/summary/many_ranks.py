@@ -52,17 +52,21 @@ def summarize_many(trace: Trace) -> TraceSummary:
         largest = max(largest, measured_rank.num_slices)
         _add_totals(totals, measured_rank.operators)
     compared = choose_ranks(own, MAX_COMPARED_SLICES // largest)
-    sentences = list(summarize(trace.select_ranks(compared)).findings)
+    some = trace.select_ranks(compared)
+    some.cut_off = trace.cut_off  # the tables are of all ranks
+    sentences = list(summarize(some).findings)
     measured = {rank: seconds for rank, seconds in steps.items() if seconds} or steps
     slowest, fastest = max(measured, key=measured.__getitem__), min(measured, key=measured.__getitem__)
     shortest, longest = format_seconds(steps[fastest]), format_seconds(steps[slowest])
     times = f"take {shortest} on rank {fastest} to {longest} on rank {slowest}"
     if shortest == longest:
         times = f"take {longest} on all of them"
+    chosen = "wait most and least for others"
+    if all(own[rank] == steps[rank] for rank in steps):
+        chosen = "have the longest and shortest steps"  # no collective delays any
     text = (
         f"{len(trace.ranks):,} ranks: steps {times}. The table has all of them; the sentences below "
-        f"compare ranks {', '.join(map(str, compared))}. They are those that wait most and least for others, "
-        "and some between."
+        f"compare ranks {', '.join(map(str, compared))}. They are those that {chosen}, and some between."
     )
     first = Sentence(text=text)
     operators = sorted(totals.values(), key=lambda row: -row["self_seconds"])[:NUM_OPERATORS]

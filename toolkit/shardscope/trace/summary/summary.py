@@ -323,13 +323,15 @@ def _describe_cut_off(trace: Trace) -> str:
 
     Kineto writes the work of the GPU after that of the CPU, in no order of time: any of it may be missing.
     """
+    has_gpus = any(track.kind == "gpu" for track in trace.tracks) or any(map(_LAUNCH.match, trace.names))
+    missing = "What is missing, first of all work on the GPU," if has_gpus else "What is missing"
     numbers = sorted(trace.cut_off)
     files = f"The file of rank {numbers[0]} ends"
     if len(numbers) > 1:
         listed = ", ".join(map(str, numbers[:SHOWN_RANKS])) + (" ..." if len(numbers) > SHOWN_RANKS else "")
         files = f"The files of ranks {listed} end"
     return (
-        f"{files} in the middle. What is missing, first of all work on the GPU, counts as idle time: "
+        f"{files} in the middle. {missing} counts as idle time: "
         "record these steps again before you conclude anything from the shares."
     )
 
