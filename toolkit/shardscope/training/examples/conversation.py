@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MAX_REPEATED_ROWS = 500
+"""Rows in a row that repeat prompts, or have none, before no more are read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """A prompt of sample generations."""
 
     text: str
-    """The user's message; of a conversation with several, the first and the last."""
+    """The user's message; of a conversation with several, the first and the last. A number follows it if an
+    earlier prompt has the same."""
     ids: tuple[int, ...]
     """Token ids of the conversation, up to where the answer begins."""
 
@@ -135,10 +140,15 @@ def read_prompts(
     """Yield the prompt of each conversation: all before the assistant's last turn.
 
     Rows without one are left out, such as malformed ones, prompts of over ``max_tokens`` tokens, and those
-    with the text of an earlier one: samples are told apart by it.
+    with the tokens of an earlier one. Ends early after :data:`MAX_REPEATED_ROWS` rows without a new prompt,
+    once there is one. Each prompt has another text, by which samples are told apart.
     """
-    texts = set[str]()
+    seen_ids, texts = set[tuple[int, ...]](), set[str]()
+    num_rows_since = 0
     for index in indices:
+        num_rows_since += 1
+        if seen_ids and num_rows_since > MAX_REPEATED_ROWS:
+            return
         try:
             messages = read_example(format, rows[index]).messages
             turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
@@ -147,9 +157,20 @@ def read_prompts(
             ids = tuple(encode_conversation(tokenizer, before)) if questions else ()
         except ValueError:
             continue
-        if questions and len(ids) <= max_tokens:
+        if questions and len(ids) <= max_tokens and ids not in seen_ids:
             # Many conversations end with the same words, such as "Are you sure?": alone they name none.
-            text = questions[0] if len(questions) == 1 else f"{questions[0]} … {questions[-1]}"
-            if text not in texts:
-                texts.add(text)
-                yield Prompt(text=text, ids=ids)
+            question = questions[0] if len(questions) == 1 else f"{questions[0]} … {questions[-1]}"
+            text = _distinguish_text(question, texts)
+            seen_ids.add(ids)
+            texts.add(text)
+            num_rows_since = 0
+            yield Prompt(text=text, ids=ids)
+
+
+def _distinguish_text(question: str, texts: set[str]) -> str:
+    """Return ``question``, with a number if it is among ``texts``: such as one about several documents."""
+    text, number = question, 1
+    while text in texts:
+        number += 1
+        text = f"{question} (conversation {number})"
+    return text
