@@ -627,6 +627,47 @@ def test_unknown_columns_are_named_with_a_mapping() -> None:
 
 
 @pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        # A usual name of two roles is the one of the format that the other roles are of.
+        ({"instruction": "q", "response": "a"}, {"instruction": "q", "output": "a"}),
+        ({"prompt": "q", "response": "a"}, {"prompt": "q", "completion": "a"}),
+        ({"instruction": "q", "answer": "a"}, {"instruction": "q", "output": "a"}),
+        ({"prompt": "q", "completion": "q"}, {"prompt": "q", "completion": "a"}),
+        ({"chosen": "a", "rejected": "a"}, {"chosen": "q", "rejected": "a"}),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, {"prompt": "q", "chosen": "a", "rejected": "b"}),
+        ({"instruction": "q", "input": "a", "output": "a"}, {"instruction": "q", "output": "a"}),
+        ({"prompt": "q"}, {"prompt": "q", "completion": "a"}),
+    ],
+)
+def test_the_fix_of_a_mapping_is_one_of_the_same_format_and_accepted(
+    columns: dict[str, str], expected: dict[str, str]
+) -> None:
+    names = ["q", "a", "b"] if len(columns) == 3 and "chosen" in columns else ["q", "a"]
+    with pytest.raises(FieldError) as caught:
+        recognize_format("Finetune.data", names, columns)
+    fix = caught.value.fix
+    if fix.startswith("columns="):
+        fixed = json.loads(fix.removeprefix("columns="))
+    else:
+        # Another name of the role that the error is about.
+        fixed = {
+            fix.strip("'") if f"role is '{role}'" in str(caught.value) else role: column
+            for role, column in columns.items()
+        }
+    assert fixed == expected
+    recognize_format("Finetune.data", names, fixed)
+
+
+def test_a_pair_whose_columns_are_one_in_the_data_needs_other_data() -> None:
+    for columns in ({"chosen": "a", "rejected": "a"}, {"prompt": "q", "chosen": "a", "rejected": "a"}):
+        with pytest.raises(
+            FieldError, match=r"Nearest fix: data with a column of its own for each of .*rejected"
+        ):
+            recognize_format("Finetune.data", sorted({*columns.values()}), columns)
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ('{"text": "a"}\n{"text": \n', "line 2"),
