@@ -78,9 +78,9 @@ class ChatTemplateError(ExampleError):
     """A chat template that fails by a mistake of its own, not by a row that it has no form for."""
 
     def __init__(self, error: Exception) -> None:
-        reason = f"the tokenizer's chat template fails with {type(error).__name__}: {get_first_line(error)}"
+        reason = f"{type(error).__name__}: {get_first_line(error).removesuffix('.')}"
         super().__init__(
-            reason,
+            f"the tokenizer's chat template fails with {reason}",
             "a chat template without this error, which is chat_template.jinja in the weights folder, or "
             "chat_template in its tokenizer_config.json",
         )

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from shardscope.core.errors import Value, check_choice, refuse
+from shardscope.core.errors import check_choice, refuse
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_config
 from shardscope.records.json_files import read_json
@@ -360,12 +360,11 @@ class Finetune(TextTask):
             first = tuple(islice(prompts, self.samples))
         except ValueError as error:
             allowed = f"a list of prompts: no conversation of the data can be encoded ({error})"
-            refuse(
-                field, self.samples, allowed, error.fix if isinstance(error, ExampleError) else Value(None)
-            )
+            fix = error.fix if isinstance(error, ExampleError) else {"samples": ()}
+            refuse(field, self.samples, allowed, fix)
         if not first:
             allowed = f"a list of prompts: no row has one shorter than {seq_len:,} tokens, the plan's seq_len"
-            refuse(field, self.samples, allowed, Value(None))
+            refuse(field, self.samples, allowed, {"samples": ()})
         return first
 
     def _read_examples(
