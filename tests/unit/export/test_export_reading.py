@@ -154,7 +154,9 @@ def test_accelerate_asks_for_the_offload_of_parameters_in_stage_2_too(tmp_path: 
     with pytest.warns(UserWarning) as caught:
         assert from_fsdp(tmp_path, text).layout == ss.Layout.zero(2, offload_optimizer="cpu")
     (warning,) = caught
-    assert str(warning.message).endswith("not in the plan: deepspeed_config.offload_param_device (line 6)")
+    message = str(warning.message)
+    assert "deepspeed_config.offload_param_device (line 6)" in message
+    assert "DeepSpeed ignores it below stage 3" in message and "not understood" not in message
     assert warning.filename == __file__
     stage_3 = from_fsdp(tmp_path, text.replace("zero_stage: 2", "zero_stage: 3"))
     assert stage_3.layout.offload_params == "cpu"  # type: ignore[attr-defined]
@@ -548,12 +550,27 @@ def test_the_offload_of_parameters_below_stage_3_is_warned_of(
     values = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "offload_param": section}
     if stage == 0:
         del values["offload_optimizer"]
-    with pytest.warns(UserWarning, match=r"not in the plan: zero_optimization.offload_param \(line \d\)$"):
+    with pytest.warns(
+        UserWarning, match=r"zero_optimization.offload_param \(line \d\) .*DeepSpeed ignores"
+    ) as caught:
         layout = from_zero(tmp_path, {"zero_optimization": values}).layout
     assert (layout.stage, layout.offload_params) == (stage, None)  # type: ignore[attr-defined]
     assert layout.pin_memory  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match=r"zero_optimization.cpu_offload_param \(line 4\)$"):
+    assert "not understood" not in str(caught[0].message)
+    with pytest.warns(
+        UserWarning, match=r"zero_optimization.cpu_offload_param \(line 4\) .*DeepSpeed ignores"
+    ):
         from_zero(tmp_path, {"zero_optimization": {"stage": stage, "cpu_offload_param": True}})
+
+
+def test_an_ignored_offload_is_told_apart_from_options_that_are_not_read(tmp_path: Path) -> None:
+    section = {"stage": 2, "offload_param": {"device": "cpu"}}
+    with pytest.warns(UserWarning) as caught:
+        from_zero(tmp_path, {"fp16": {"enabled": True, "loss_scale": 128}, "zero_optimization": section})
+    (warning,) = caught
+    unread, _, ignored = str(warning.message).partition(". ")
+    assert "not understood" in unread and "loss_scale" in unread and "offload_param" not in unread
+    assert "DeepSpeed ignores it below stage 3" in ignored and "offload_param" in ignored
 
 
 def test_errors_name_the_key_that_is_in_the_file(tmp_path: Path) -> None:

@@ -79,5 +79,7 @@ def test_a_sample_that_leaves_no_room_for_an_answer_is_refused(folder: Path, tmp
         check_launch(folder, [SHORT], tmp_path, samples=["Who?", "whale " * 60])
     # Of rows, those with shorter prompts are taken.
     check_launch(folder, [SHORT, LONG], tmp_path, samples=2, bad_rows="skip")
-    with pytest.raises(FieldError, match=r"^Finetune\.samples is 1; .*no row has one shorter than 32"):
+    with pytest.raises(FieldError, match=r"^Finetune\.samples is 1; .*no row has one shorter") as refused:
         check_launch(folder, [LONG], tmp_path, samples=1, loss_on="all")
+    assert refused.value.fix_values is not None
+    check_launch(folder, [LONG], tmp_path, loss_on="all", **refused.value.fix_values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,14 +134,17 @@ def test_a_run_of_an_older_version_resumes_with_its_text(
     assert (task.data, task.weights, task.num_steps, task.samples) == (text, folder, 30, ())
 
 
+class LetterTokenizer:
+    """Tokenizer with a token for each letter, and without a chat template."""
+
+    chat_template = None
+    bos_token_id = None
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
 def test_prompts_of_the_data_end_before_the_last_answer_and_long_or_malformed_rows_have_none() -> None:
-    class Tokenizer:
-        chat_template = None
-        bos_token_id = None
-
-        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-            return {"input_ids": [ord(letter) for letter in text]}
-
     def say(*turns: str) -> dict[str, object]:
         roles = ("user", "assistant") * 2
         return {
@@ -156,10 +160,48 @@ def test_prompts_of_the_data_end_before_the_last_answer_and_long_or_malformed_ro
         say("x", "b", "c", "j"),
     ]
     format = Format(name="messages", columns={"messages": "messages"})
-    prompts = list(read_prompts(Tokenizer(), rows, format, range(6), max_tokens=8))  # type: ignore[arg-type]
+    prompts = list(read_prompts(LetterTokenizer(), rows, format, range(6), max_tokens=8))  # type: ignore[arg-type]
     # With the last question alone, the samples of both conversations would be one prompt's in the run view.
     assert [prompt.text for prompt in prompts] == ["a … c", "g", "x … c"]
     assert prompts[0].ids == tuple(map(ord, "abc"))
+
+
+class CountedRows(list[dict[str, str]]):
+    """Rows that count how many of them are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += 1
+        return super().__getitem__(index)
+
+
+def test_one_question_about_several_documents_is_several_prompts() -> None:
+    format = Format(name="prompt-completion", columns={"prompt": "prompt", "completion": "completion"})
+    rows: Any = CountedRows(
+        {"system": f"document {index}", "prompt": "Sum it up.", "completion": "It is short."}
+        for index in range(2000)
+    )
+    tokenizer: Any = LetterTokenizer()
+    prompts = list(islice(read_prompts(tokenizer, rows, format, range(2000), max_tokens=64), 4))
+    assert [prompt.ids for prompt in prompts] == [
+        tuple(map(ord, f"document {index}Sum it up.")) for index in range(4)
+    ]
+    assert rows.num_read == 4
+    # Samples are told apart by the text: each prompt has its own answers in the run view.
+    assert len({prompt.text for prompt in prompts}) == 4
+    assert all(prompt.text.startswith("Sum it up.") for prompt in prompts)
+
+
+def test_rows_that_repeat_one_prompt_are_not_all_read() -> None:
+    format = Format(name="prompt-completion", columns={"prompt": "prompt", "completion": "completion"})
+    same: Any = CountedRows([{"prompt": "Who?", "completion": "Ahab"}] * 20_000)
+    tokenizer: Any = LetterTokenizer()
+    assert len(list(read_prompts(tokenizer, same, format, range(20_000), max_tokens=64))) == 1
+    assert same.num_read < 2000
+    # Rows without a prompt are no repetitions: the first one counts wherever it is.
+    late: Any = CountedRows([{"prompt": "?" * 99, "completion": "Ahab"}] * 2000 + same[:1])
+    assert len(list(read_prompts(tokenizer, late, format, range(2001), max_tokens=64))) == 1
 
 
 def test_generations_take_a_quarter_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ from html import escape
 import ipywidgets as widgets
 import traitlets
 
-from shardscope.training.examples.column_names import list_text_columns
-from shardscope.training.examples.formats import OPTIONAL_ROLES, ROLES, FormatName
+from shardscope.training.examples.column_names import OPTIONAL_ROLES, ROLES, FormatName, list_text_columns
 from shardscope_widgets.kit import controls
 
 TITLES: dict[FormatName, str] = {

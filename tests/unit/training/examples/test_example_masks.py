@@ -14,14 +14,24 @@ from tests.requirements import needs
 needs("datasets")
 needs("transformers")
 
+from shardscope.core.errors import FieldError  # noqa: E402
 from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
 from shardscope.training.examples import encoding, preview  # noqa: E402
-from shardscope.training.examples.conversation import encode_conversation, read_prompts  # noqa: E402
+from shardscope.training.examples.conversation import (  # noqa: E402
+    encode_conversation,
+    encode_prompts,
+    read_prompts,
+)
 from shardscope.training.examples.encoding import Encoder  # noqa: E402
 from shardscope.training.examples.formats import read_example, recognize_format  # noqa: E402
 from shardscope.training.examples.preview import Preview, preview_examples  # noqa: E402
 from shardscope.training.examples.rows import open_rows, resolve_source  # noqa: E402
-from shardscope.training.examples.token_table import RowCounts, build_table, iterate_encoded  # noqa: E402
+from shardscope.training.examples.token_table import (  # noqa: E402
+    RowCounts,
+    build_table,
+    check_examples,
+    iterate_encoded,
+)
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -67,6 +77,18 @@ def preview_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **options: A
     return preview_examples(
         "Finetune.data", "rows", opened, format, tokenizer or create_tokenizer(), **chosen
     )
+
+
+def check_rows_left(rows: list[dict[str, Any]], template: str, bad_rows: Any) -> None:
+    """Encode the rows as a launch does, which refuses data without a row that is left."""
+    tokenizer, counts = create_tokenizer(template), RowCounts()
+    opened, format = open_rows("Finetune.data", rows), recognize_format("Finetune.data", list(rows[0]))
+    encoder = Encoder(tokenizer, "completions")
+    for _ in iterate_encoded(
+        "Finetune.data", opened, format, encoder, seq_len=64, bad_rows=bad_rows, counts=counts
+    ):
+        pass
+    check_examples("Finetune.data", counts, 64, bad_rows, None)
 
 
 def read_learned_text(row: Any) -> str:
@@ -173,6 +195,58 @@ def test_a_conversation_that_the_template_refuses_is_a_malformed_row(template: s
     format = recognize_format("data", ["messages"])
     prompts = list(read_prompts(tokenizer, open_rows("data", rows), format, range(2), max_tokens=64))
     assert len(prompts) == 1
+
+
+def test_rows_that_are_all_refused_by_the_template_are_reported_with_its_reason() -> None:
+    """All rows with a system message, and Gemma's template: the error ended before the reason."""
+    refusal = "{{ raise_exception('System role not supported') }}"
+    strict = f"{{% if messages[0]['role'] == 'system' %}}{refusal}{{% endif %}}"
+    rows = [{"system": "Be brief.", "prompt": "Who?", "completion": "Ahab"}] * 20
+    with pytest.raises(ValueError, match=r"20 rows, all malformed.*Row 1: .*System role not supported"):
+        check_rows_left(rows, strict + CHATML, "skip")
+
+
+# Mistakes of a template, and the name of the error that Jinja or Python raises for each.
+BROKEN_TEMPLATES = {
+    "TemplateSyntaxError": "{% for m in messages %}{{ m['content'] }}",
+    "UndefinedError": "{{ setings.style }}" + CHATML,
+    "TypeError": "{{ messages[0]['content'] + 1 }}",
+    "ZeroDivisionError": "{{ 1 / (messages | length - messages | length) }}",
+    "OverflowError": "{{ range(10 ** 30) }}",
+}
+
+
+@pytest.mark.parametrize("bad_rows", ["refuse", "skip"])
+@pytest.mark.parametrize("kind", BROKEN_TEMPLATES)
+def test_a_template_with_a_mistake_is_the_cause_not_the_rows(kind: str, bad_rows: str) -> None:
+    with pytest.raises(FieldError, match=f"chat template fails with {kind}") as caught:
+        check_rows_left([{"messages": TALK}], BROKEN_TEMPLATES[kind], bad_rows)
+    assert caught.value.field == "Finetune.data"
+    assert "chat template" in caught.value.fix
+    assert "repair row" not in str(caught.value) and "bad_rows" not in caught.value.fix
+
+
+@pytest.mark.parametrize("kind", [*BROKEN_TEMPLATES, "refusal"])
+def test_prompts_that_cannot_be_encoded_are_refused_with_field_and_fix(kind: str) -> None:
+    refusal = "{{ raise_exception('No system message') }}"
+    tokenizer = create_tokenizer(BROKEN_TEMPLATES.get(kind, refusal))
+    with pytest.raises(
+        FieldError, match=r"^Finetune.samples is 'Who\?'; .*chat template.*Nearest fix: "
+    ) as caught:
+        encode_prompts("Finetune.samples", tokenizer, ["Who?"], 64)
+    assert ("No system message" if kind == "refusal" else kind) in str(caught.value)
+    # Of the data, no row is too long for the sequence.
+    rows: Any = [{"messages": TALK}]
+    format = recognize_format("data", ["messages"])
+    with pytest.raises(ValueError, match="chat template"):
+        next(read_prompts(tokenizer, rows, format, range(1), max_tokens=64))
+
+
+def test_a_prompt_without_a_token_has_one_fix() -> None:
+    with pytest.raises(
+        FieldError, match=r"^Finetune.samples is ''; .*no tokens. Nearest fix: a longer text.$"
+    ):
+        encode_prompts("Finetune.samples", create_tokenizer("{{ '' }}"), [""], 64)
 
 
 def test_without_a_template_pairs_are_plain_text_and_messages_are_refused() -> None:
@@ -550,6 +624,47 @@ def test_unknown_columns_are_named_with_a_mapping() -> None:
     with pytest.raises(ValueError, match="a column of its own for each role"):
         roles = {"instruction": "q", "input": "a", "output": "a"}
         recognize_format("Finetune.data", ["q", "a"], roles)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        # A usual name of two roles is the one of the format that the other roles are of.
+        ({"instruction": "q", "response": "a"}, {"instruction": "q", "output": "a"}),
+        ({"prompt": "q", "response": "a"}, {"prompt": "q", "completion": "a"}),
+        ({"instruction": "q", "answer": "a"}, {"instruction": "q", "output": "a"}),
+        ({"prompt": "q", "completion": "q"}, {"prompt": "q", "completion": "a"}),
+        ({"chosen": "a", "rejected": "a"}, {"chosen": "q", "rejected": "a"}),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, {"prompt": "q", "chosen": "a", "rejected": "b"}),
+        ({"instruction": "q", "input": "a", "output": "a"}, {"instruction": "q", "output": "a"}),
+        ({"prompt": "q"}, {"prompt": "q", "completion": "a"}),
+    ],
+)
+def test_the_fix_of_a_mapping_is_one_of_the_same_format_and_accepted(
+    columns: dict[str, str], expected: dict[str, str]
+) -> None:
+    names = ["q", "a", "b"] if len(columns) == 3 and "chosen" in columns else ["q", "a"]
+    with pytest.raises(FieldError) as caught:
+        recognize_format("Finetune.data", names, columns)
+    fix = caught.value.fix
+    if fix.startswith("columns="):
+        fixed = json.loads(fix.removeprefix("columns="))
+    else:
+        # Another name of the role that the error is about.
+        fixed = {
+            fix.strip("'") if f"role is '{role}'" in str(caught.value) else role: column
+            for role, column in columns.items()
+        }
+    assert fixed == expected
+    recognize_format("Finetune.data", names, fixed)
+
+
+def test_a_pair_whose_columns_are_one_in_the_data_needs_other_data() -> None:
+    for columns in ({"chosen": "a", "rejected": "a"}, {"prompt": "q", "chosen": "a", "rejected": "a"}):
+        with pytest.raises(
+            FieldError, match=r"Nearest fix: data with a column of its own for each of .*rejected"
+        ):
+            recognize_format("Finetune.data", sorted({*columns.values()}), columns)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -471,6 +472,32 @@ def test_files_of_subfolders_are_named_as_not_read(tmp_path: Path) -> None:
     assert len(open_all(tmp_path).files) == 1
     unread = describe_unread_files(tmp_path)
     assert "more/" in unread and "pictures" not in unread
+
+
+def test_a_subfolder_that_cannot_be_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as lost+found at the root of a disk. Root, as whom the tests may run, can list every folder."""
+
+    def refuse_locked(list_folder: Any) -> Any:
+        def list_unless_locked(path: Any = ".") -> Any:
+            if not isinstance(path, int) and Path(path).name == "lost+found":
+                raise PermissionError(13, "Permission denied", str(path))
+            return list_folder(path)
+
+        return list_unless_locked
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse_locked(getattr(os, name)))
+    (tmp_path / "lost+found").mkdir()
+    write(tmp_path / "more" / "rows.jsonl", GOOD)
+    # Without a file in the folder itself, the error suggests a subfolder with some.
+    with pytest.raises(FieldError, match=f"Nearest fix: {tmp_path / 'more'}"):
+        open_all(tmp_path)
+    write(tmp_path / "rows.jsonl", GOOD)
+    assert len(open_all(tmp_path)) == 1
+    unread = describe_unread_files(tmp_path)
+    assert "more/" in unread and "lost" not in unread
 
 
 def test_a_saved_dictionary_of_data_sets_is_refused_with_the_one_for_training(tmp_path: Path) -> None:

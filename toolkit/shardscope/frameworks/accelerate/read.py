@@ -12,6 +12,7 @@ from shardscope.core.errors import Fix, Value, find_similar, refuse, warn_user
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.files import read as deepspeed
+from shardscope.frameworks.deepspeed.files.config_keys import IGNORED_OFFLOAD
 from shardscope.frameworks.deepspeed.files.export import CLIPPED_TO
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.formats.accelerate_config import MIXED
@@ -417,7 +418,7 @@ def _read_inline_deepspeed(document: Document, parts: PlanParts) -> Plan:
         device = document.read_choice(part, key, among=("none", "cpu", "nvme"))
         # ``accelerate config`` asks for it in stage 2 too, where DeepSpeed ignores it.
         if field == "offload_params" and stage < 3 and device not in (None, "none"):
-            document.add_unread_key((part, key))
+            document.add_ignored_key((part, key), IGNORED_OFFLOAD)
             device = None
         layout_fields[field] = ((part, key), None if device == "none" else device)
     # The file has the micro-batches of a rank, the recipe the global batch: the cluster converts them.

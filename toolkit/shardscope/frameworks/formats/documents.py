@@ -30,6 +30,8 @@ class Document(TextPositions):
     """Names of keys that are in no plan although they change memory or step time."""
     _unread: list[tuple[str, str]] = field(default_factory=list)
     """(name of a key, its description) for each key that a plan cannot represent."""
+    _ignored: list[str] = field(default_factory=list)
+    """Sentences about keys that the other tool itself ignores."""
 
     def read_section(self, *keys: str) -> Mapping[str, object]:
         """Return the mapping at ``keys``, empty if missing or null. Raises ``ValueError`` otherwise."""
@@ -91,8 +93,18 @@ class Document(TextPositions):
 
     def add_unread_key(self, keys: KeyPath) -> None:
         """Add a key that the other tool accepts and a plan cannot represent."""
-        name = self.get_name(keys)
-        self._unread.append((name[-1], f"{'.'.join(name)} (line {self.lines.get(keys)})"))
+        self._unread.append((self.get_name(keys)[-1], self._describe_key(keys)))
+
+    def add_ignored_key(self, keys: KeyPath, reason: str) -> None:
+        """Add a key that the other tool accepts and ignores, with the reason as a clause."""
+        self._ignored.append(f"{self._describe_key(keys)} is not in the plan: {reason}")
+
+    def _describe_key(self, keys: KeyPath) -> str:
+        return f"{'.'.join(self.get_name(keys))} (line {self.lines.get(keys)})"
+
+    def list_ignored_keys(self) -> tuple[str, ...]:
+        """Return sentences about the file's keys that the other tool ignores."""
+        return tuple(self._ignored)
 
     def list_unread_keys(self) -> tuple[str, ...]:
         """Return the file's valid keys that a plan cannot represent."""

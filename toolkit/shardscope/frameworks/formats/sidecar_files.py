@@ -130,12 +130,16 @@ def build_plan(
 
 def warn_of_unread_keys(document: Document) -> None:
     """Warn of keys that are valid for the other tool but not part of a plan, if there are any."""
-    unread = document.list_unread_keys()
-    if unread:
-        message = f"{document.name}: not understood, and so not in the plan: {', '.join(unread)}"
+    sentences = []
+    if unread := document.list_unread_keys():
+        sentences.append(f"not understood, and so not in the plan: {', '.join(unread)}")
         if costly := document.list_costly_keys():
-            message += f". Predictions are without {', '.join(costly)}, which can change memory or step time"
-        warn_user(message, UserWarning)
+            sentences.append(
+                f"Predictions are without {', '.join(costly)}, which can change memory or step time"
+            )
+    sentences += document.list_ignored_keys()
+    if sentences:
+        warn_user(f"{document.name}: {'. '.join(sentences)}", UserWarning)
 
 
 @contextmanager

@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import refuse
-from shardscope.training.examples.formats import Format, read_example
+from shardscope.core.errors import get_first_line, refuse
+from shardscope.training.examples.formats import ExampleError, Format, read_example
 from shardscope.training.examples.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+MAX_REPEATED_ROWS = 500
+"""Rows in a row that repeat prompts, or have none, before no more are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +24,8 @@ class Prompt:
     """A prompt of sample generations."""
 
     text: str
-    """The user's message; of a conversation with several, the first and the last."""
+    """The user's message; of a conversation with several, the first and the last. A number follows it if an
+    earlier prompt has the same."""
     ids: tuple[int, ...]
     """Token ids of the conversation, up to where the answer begins."""
 
@@ -69,15 +74,37 @@ def render_conversation(
     return rendered
 
 
+class ChatTemplateError(ExampleError):
+    """A chat template that fails by a mistake of its own, not by a row that it has no form for."""
+
+    def __init__(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {get_first_line(error).removesuffix('.')}"
+        super().__init__(
+            f"the tokenizer's chat template fails with {reason}",
+            "a chat template without this error, which is chat_template.jinja in the weights folder, or "
+            "chat_template in its tokenizer_config.json",
+        )
+
+
 @contextmanager
 def report_template_errors() -> Iterator[None]:
-    """Raise jinja's errors of a chat template, which are no ``ValueError``, as one."""
+    """Raise the errors of a chat template, which are no ``ValueError``, as one.
+
+    Raises :class:`ChatTemplateError` for those that the template does not raise on purpose.
+    """
     from jinja2 import TemplateError
 
     try:
         yield
     except TemplateError as error:
+        # The function raise_exception of templates raises no subclass (transformers 5,
+        # utils/chat_template_utils.py).
+        if type(error) is not TemplateError:
+            raise ChatTemplateError(error) from error
         raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        # Expressions of a template raise Python's own errors, such as a sum of text and None.
+        raise ChatTemplateError(error) from error
 
 
 def encode_conversation(
@@ -96,24 +123,30 @@ def encode_conversation(
         start = list_start_ids(tokenizer)
     ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
-        raise ValueError("the text has no tokens. Nearest fix: a longer text")
+        raise ExampleError("the text has no tokens", "a longer text")
     return add_start_ids(start, ids)
 
 
 def encode_prompts(
     field: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seq_len: int
 ) -> tuple[Prompt, ...]:
-    """Return each text as a user's message. Raises ``ValueError`` naming ``field`` for one of ``seq_len``
-    tokens or more, which leaves no room for an answer."""
-    prompts = tuple(
-        Prompt(text=text, ids=tuple(encode_conversation(tokenizer, [{"role": "user", "content": text}])))
-        for text in texts
-    )
-    for prompt in prompts:
-        if len(prompt.ids) >= seq_len:
-            shown = f"a prompt of {len(prompt.ids):,} tokens ({prompt.text[:40]!r}...)"
+    """Return each text as a user's message.
+
+    Raises ``ValueError`` naming ``field`` for one that cannot be encoded, and for one of ``seq_len`` tokens
+    or more, which leaves no room for an answer.
+    """
+    prompts = list[Prompt]()
+    for text in texts:
+        try:
+            ids = tuple(encode_conversation(tokenizer, [{"role": "user", "content": text}]))
+        except ValueError as error:
+            fix = error.fix if isinstance(error, ExampleError) else "another prompt, or samples=()"
+            refuse(field, text, f"prompts that the tokenizer can encode: {error}", fix, str(error))
+        if len(ids) >= seq_len:
+            shown = f"a prompt of {len(ids):,} tokens ({text[:40]!r}...)"
             refuse(field, shown, f"prompts shorter than the plan's seq_len={seq_len:,}", "a shorter prompt")
-    return prompts
+        prompts.append(Prompt(text=text, ids=ids))
+    return tuple(prompts)
 
 
 def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -135,21 +168,48 @@ def read_prompts(
     """Yield the prompt of each conversation: all before the assistant's last turn.
 
     Rows without one are left out, such as malformed ones, prompts of over ``max_tokens`` tokens, and those
-    with the text of an earlier one: samples are told apart by it.
+    with the tokens of an earlier one. Ends early after :data:`MAX_REPEATED_ROWS` rows without a new prompt,
+    once there is one. Each prompt has another text, by which samples are told apart. Raises ``ValueError`` if
+    no conversation can be encoded.
     """
-    texts = set[str]()
+    seen_ids, texts = set[tuple[int, ...]](), set[str]()
+    problem: ValueError | None = None
+    num_rows_since = num_encoded = 0
     for index in indices:
+        num_rows_since += 1
+        if seen_ids and num_rows_since > MAX_REPEATED_ROWS:
+            return
         try:
             messages = read_example(format, rows[index]).messages
             turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
             before = messages[: turns[-1]] if turns else ()
             questions = [message["content"] for message in before if message["role"] == "user"]
-            ids = tuple(encode_conversation(tokenizer, before)) if questions else ()
         except ValueError:
             continue
-        if questions and len(ids) <= max_tokens:
+        if not questions:
+            continue
+        try:
+            ids = tuple(encode_conversation(tokenizer, before))
+        except ValueError as error:
+            problem = problem or error
+            continue
+        num_encoded += 1
+        if len(ids) <= max_tokens and ids not in seen_ids:
             # Many conversations end with the same words, such as "Are you sure?": alone they name none.
-            text = questions[0] if len(questions) == 1 else f"{questions[0]} … {questions[-1]}"
-            if text not in texts:
-                texts.add(text)
-                yield Prompt(text=text, ids=ids)
+            question = questions[0] if len(questions) == 1 else f"{questions[0]} … {questions[-1]}"
+            text = _distinguish_text(question, texts)
+            seen_ids.add(ids)
+            texts.add(text)
+            num_rows_since = 0
+            yield Prompt(text=text, ids=ids)
+    if problem is not None and not num_encoded:
+        raise problem
+
+
+def _distinguish_text(question: str, texts: set[str]) -> str:
+    """Return ``question``, with a number if it is among ``texts``: such as one about several documents."""
+    text, number = question, 1
+    while text in texts:
+        number += 1
+        text = f"{question} (conversation {number})"
+    return text

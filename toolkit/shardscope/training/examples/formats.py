@@ -9,28 +9,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-from shardscope.core.errors import FieldError, Value, check_choice, find_similar, refuse
+from shardscope.core.errors import FieldError, check_choice, find_similar, refuse
 from shardscope.training.examples.column_names import (
+    COLUMN_NAMES,
     NUMBER_NAME,
+    OPTIONAL_ROLES,
+    ROLES,
+    FormatName,
+    find_column,
     find_first_row,
-    list_text_columns,
+    list_formats,
     quote_name,
+    suggest_mapping,
+    suggest_role,
 )
 from shardscope.training.examples.rows import Row
 
-FormatName: TypeAlias = Literal["text", "prompt-completion", "instruction", "messages", "preference"]
-ROLES: dict[FormatName, tuple[str, ...]] = {
-    "preference": ("prompt", "chosen", "rejected"),
-    "messages": ("messages",),
-    "instruction": ("instruction", "input", "output"),
-    "prompt-completion": ("prompt", "completion"),
-    "text": ("text",),
-}
-"""Format -> the roles of its columns, in the order in which formats are tried."""
-OPTIONAL_ROLES = {("preference", "prompt"), ("instruction", "input")}
-"""Roles that may have no column: pairs of whole conversations have no prompt; Alpaca's input is optional."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
 """Columns with a system message for the row; messages that begin with one of their own keep it."""
 TOOLS = "tools"
@@ -38,20 +34,6 @@ TOOLS = "tools"
 UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that are not read. Without them the model would learn another answer than that of the
 data, such as to end its turn instead of calling a tool."""
-
-# Column names of public data sets, the format's own name first. instruction and prompt-completion differ only
-# in the optional input.
-COLUMN_NAMES: dict[str, tuple[str, ...]] = {
-    "text": ("text", "content"),
-    "prompt": ("prompt", "question", "query", "instruction", "problem", "user"),
-    "completion": ("completion", "answer", "response", "output", "solution", "assistant", "target"),
-    "instruction": ("instruction",),
-    "input": ("input", "context"),
-    "output": ("output", "response"),
-    "messages": ("messages", "conversations", "conversation"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
-}
 
 # The "from" of ShareGPT and the "role" of OpenAI, as chat templates spell them.
 ROLE_NAMES = {
@@ -90,7 +72,7 @@ class UnknownColumnsError(FieldError):
     def __init__(self, field: str, column_names: Sequence[str], rows: IndexedRows) -> None:
         row = _read_first(rows)
         chats = _find_chat_column(column_names, row)
-        fix = f'columns={{"messages": {quote_name(chats)}}}' if chats else _suggest_mapping(column_names)
+        fix = f'columns={{"messages": {quote_name(chats)}}}' if chats else suggest_mapping(column_names)
         wrapped = None if chats or len(rows) > 1 else _find_wrapped_rows(row)
         if wrapped is not None:
             fix = f'the rows alone, which are the list in "{wrapped}"'
@@ -105,7 +87,7 @@ class UnknownColumnsError(FieldError):
         super().__init__(
             field,
             f"data with the columns {', '.join(column_names)}",
-            f"columns of a known format ({_list_formats()}), or a mapping to them",
+            f"columns of a known format ({list_formats()}), or a mapping to them",
             fix,
         )
         self.column_names = tuple(column_names)
@@ -178,22 +160,12 @@ def recognize_format(
 
 
 def _match_names(name: FormatName, column_names: Sequence[str]) -> Format | None:
-    columns = {role: column for role in ROLES[name] if (column := _find_column(role, column_names))}
+    columns = {role: column for role in ROLES[name] if (column := find_column(role, column_names))}
     missing = [role for role in ROLES[name] if role not in columns and (name, role) not in OPTIONAL_ROLES]
     # Alpaca without an input is a prompt and a completion.
     if missing or (name == "instruction" and "input" not in columns):
         return None
     return Format(name=name, columns=columns)
-
-
-def _list_formats() -> str:
-    return "; ".join(f"{name}: {', '.join(roles)}" for name, roles in ROLES.items())
-
-
-def _find_column(role: str, column_names: Sequence[str]) -> str | None:
-    # Tables written by hand have spaces around their names.
-    by_lower_case = {name.strip().lower(): name for name in column_names}
-    return next((by_lower_case[name] for name in COLUMN_NAMES[role] if name in by_lower_case), None)
 
 
 def _read_first(rows: IndexedRows) -> Mapping[str, object]:
@@ -241,35 +213,27 @@ def _find_chat_column(column_names: Sequence[str], row: Mapping[str, object]) ->
     return chats[0] if len(chats) == 1 else None
 
 
-def _suggest_mapping(column_names: Sequence[str]) -> str:
-    names = list_text_columns(column_names)
-    if len(names) == 1:
-        return f'columns={{"text": {quote_name(names[0])}}}'
-    return f'columns={{"prompt": {quote_name(names[0])}, "completion": {quote_name(names[1])}}}'
-
-
 def _map_columns(field: str, column_names: Sequence[str], columns: Mapping[str, str]) -> Format:
     """Return the format whose roles are exactly those of ``columns``."""
     mapping_field = f"{field.partition('.')[0]}.columns"
     for column in columns.values():
         if column not in column_names:
-            fix = find_similar(column, column_names) or column_names[0]
-            refuse(mapping_field, column, f"a column of the data: {', '.join(column_names)}", fix)
+            nearest = find_similar(column, column_names) or column_names[0]
+            refuse(mapping_field, column, f"a column of the data: {', '.join(column_names)}", nearest)
     for role in columns:
         # "question" is a usual name of the prompt's column, and nearer to "completion".
-        meant = next((known for known, names in COLUMN_NAMES.items() if str(role).lower() in names), None)
-        if role not in COLUMN_NAMES and meant is not None:
-            allowed = ", ".join(map(repr, COLUMN_NAMES))
-            refuse(f"{mapping_field} role", role, allowed, Value(meant))
+        fix = None if role in COLUMN_NAMES else suggest_role(str(role), column_names, columns)
+        if fix is not None:
+            refuse(f"{mapping_field} role", role, ", ".join(map(repr, COLUMN_NAMES)), fix)
         check_choice(f"{mapping_field} role", role, COLUMN_NAMES)
     twice = next((column for column in columns.values() if list(columns.values()).count(column) > 1), None)
     if twice is not None:
         allowed = "a column of its own for each role: an answer in the question as well teaches to repeat it"
-        refuse(mapping_field, dict(columns), allowed, _suggest_mapping(column_names))
+        refuse(mapping_field, dict(columns), allowed, suggest_mapping(column_names, columns))
     format = next((name for name in ROLES if _is_complete(name, columns)), None)
     if format is None:
-        allowed = f"the roles of one format ({_list_formats()})"
-        refuse(mapping_field, dict(columns), allowed, _suggest_mapping(column_names))
+        allowed = f"the roles of one format ({list_formats()})"
+        refuse(mapping_field, dict(columns), allowed, suggest_mapping(column_names, columns))
     return Format(name=format, columns=dict(columns))
 
 

@@ -296,7 +296,7 @@ def list_files(field: str, folder: Path) -> list[Path]:
     is_split = (folder / ARROW_SPLITS).is_file()
     if not files or is_split:
         nested = sorted(path for path in folder.iterdir() if path.is_dir())
-        nested = [path for path in nested if (path / ARROW_STATE).is_file() or find_files(path)]
+        nested = [path for path in nested if _has_data_files(path)]
         inner = min(nested, key=_is_other_split, default=None)
         problem = (
             "each split is a folder of its own in this one" if is_split else "this folder has no such file"
@@ -329,12 +329,23 @@ def describe_unread_files(source: object) -> str:
             "train on such a file, give it another name."
         )
     folders = [path for path in sorted(source.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    if names := [f"{path.name}/" for path in folders if _list_data_files(path)]:
+    if names := [f"{path.name}/" for path in folders if _has_data_files(path)]:
         sentences.append(
             f"Not read, because only the files of the folder itself are: {_join_names(names)}. To train on "
             f"those as well, move them into {source.name}."
         )
     return " ".join(sentences)
+
+
+def _has_data_files(subfolder: Path) -> bool:
+    """Return whether a subfolder has data files, ``state.json`` of an Arrow folder included.
+
+    False if this user may not list it, as lost+found at the root of a disk.
+    """
+    try:
+        return bool(_list_data_files(subfolder))
+    except OSError:
+        return False
 
 
 def _join_names(names: list[str]) -> str:
@@ -348,7 +359,7 @@ def _list_data_files(folder: Path) -> list[Path]:
         path
         for path in folder.iterdir()
         # The card of a data set is no text to train on.
-        if path.is_file() and path.suffix.lower() in LOADERS and path.name.lower() != README.lower()
+        if path.suffix.lower() in LOADERS and path.name.lower() != README.lower() and path.is_file()
     )
 
 

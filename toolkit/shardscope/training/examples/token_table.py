@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from shardscope.core.errors import FieldError, refuse
+from shardscope.training.examples.conversation import ChatTemplateError
 from shardscope.training.examples.encoding import Encoded, Encoder
 from shardscope.training.examples.file_rows import describe_place
 from shardscope.training.examples.formats import ExampleError, Format, read_example
@@ -54,6 +55,8 @@ class RowCounts:
     bad_rows: list[str] = field(default_factory=list)
     """The first malformed rows with their reasons, such as "row 3: completion is empty"."""
     num_bad_rows: int = 0
+    bad_rows_fix: str = ""
+    """The fix of the first of them of which the chat template is the cause; else empty."""
     num_rows_without_loss: int = 0
     """Rows in which no token bears loss, mostly because truncation cuts off all that do."""
     num_never_with_loss: int = 0
@@ -90,6 +93,8 @@ class RowCounts:
     def skip(self, rows: Rows, index: int, error: ValueError) -> None:
         """Count the row ``index`` of ``rows`` as a malformed one."""
         self.num_bad_rows += 1
+        if isinstance(error, ChatTemplateError):
+            self.bad_rows_fix = self.bad_rows_fix or error.fix
         if len(self.bad_rows) < MAX_NAMED_ROWS:
             self.bad_rows.append(f"{describe_place(rows, index)}: {error}")
 
@@ -192,8 +197,11 @@ def _refuse_row(field: str, place: str, row: Row, error: ValueError) -> NoReturn
     fix = f"repair {place}, or {field.partition('.')[0]}(bad_rows='skip')"
     if isinstance(error, ExampleError):
         fix = error.fix
-    allowed = f"rows of one format. {place[0].upper()}{place[1:]}: {error} ({shown})"
-    refuse(field, f"data whose {place} is malformed", allowed, fix, f"{place}: {error}")
+    value, allowed = f"data whose {place} is malformed", "rows of one format"
+    if isinstance(error, ChatTemplateError):
+        value, allowed = f"data whose {place} cannot be rendered", "a chat template that renders the data"
+    allowed = f"{allowed}. {place[0].upper()}{place[1:]}: {error} ({shown})"
+    refuse(field, value, allowed, fix, f"{place}: {error}")
 
 
 def check_examples(
@@ -218,9 +226,15 @@ def find_refusal(
     if counts.num_examples and not (number and is_refused):
         return None
     if not number:
+        # Not in the value, of which an error shows 80 characters.
         named = "; ".join(counts.bad_rows)
-        value = f"{count_rows(counts.num_rows)}, all malformed ({named})"
-        return FieldError(field, value, "at least one readable row", "repair them")
+        return FieldError(
+            field,
+            f"{count_rows(counts.num_rows)}, all malformed",
+            f"at least one readable row. {named[:1].upper()}{named[1:]}",
+            counts.bad_rows_fix or "repair them",
+            f"all rows are malformed ({named})",
+        )
     fixes = []
     longer = min(-(-counts.longest_without_loss // MULTIPLE) * MULTIPLE, max_seq_len or 2**62)
     if kept := sum(length <= longer for length in counts.needed_lengths):

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from shardscope.core.errors import Value, check_choice, refuse
+from shardscope.core.errors import check_choice, refuse
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_config
 from shardscope.records.json_files import read_json
@@ -20,7 +20,7 @@ from shardscope.training.data.windows import check_text_length
 from shardscope.training.examples.batches import find_padding_id
 from shardscope.training.examples.conversation import Prompt, encode_prompts, find_end_ids, read_prompts
 from shardscope.training.examples.encoding import LOSS_ON, Encoder, LossOn
-from shardscope.training.examples.formats import recognize_format
+from shardscope.training.examples.formats import ExampleError, recognize_format
 from shardscope.training.examples.preview import Preview, preview_examples
 from shardscope.training.examples.rows import describe_source, describe_unread_files, is_text
 from shardscope.training.examples.source_record import COUNTS, describe_examples, describe_file
@@ -356,10 +356,15 @@ class Finetune(TextTask):
             range(len(rows)) if indices is None else indices,
             max_tokens=seq_len - 1,
         )
-        first = tuple(islice(prompts, self.samples))
+        try:
+            first = tuple(islice(prompts, self.samples))
+        except ValueError as error:
+            allowed = f"a list of prompts: no conversation of the data can be encoded ({error})"
+            fix = error.fix if isinstance(error, ExampleError) else {"samples": ()}
+            refuse(field, self.samples, allowed, fix)
         if not first:
             allowed = f"a list of prompts: no row has one shorter than {seq_len:,} tokens, the plan's seq_len"
-            refuse(field, self.samples, allowed, Value(None))
+            refuse(field, self.samples, allowed, {"samples": ()})
         return first
 
     def _read_examples(

@@ -43,6 +43,8 @@ DEVICES: dict[str, KeyPath] = {
     "offload_optimizer": (ZERO, "offload_optimizer", "device"),
     "offload_params": (ZERO, "offload_param", "device"),
 }
+IGNORED_OFFLOAD = "DeepSpeed ignores it below stage 3"
+"""Reason why a plan of a lower stage has no offload of parameters (runtime/engine.py)."""
 LEGACY_FLAGS: dict[KeyPath, KeyPath] = {
     (ZERO, "offload_optimizer"): (ZERO, "cpu_offload"),
     (ZERO, "offload_param"): (ZERO, "cpu_offload_param"),

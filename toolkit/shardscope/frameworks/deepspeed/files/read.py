@@ -20,6 +20,7 @@ from shardscope.frameworks.deepspeed.files.config_keys import (
     DEVICES,
     EXPORTED_RECIPE,
     FLAGS,
+    IGNORED_OFFLOAD,
     LEGACY_FLAGS,
     NUMBERS,
     OLD_PRECISION,
@@ -182,7 +183,8 @@ def _read_layout(document: Document, parts: PlanParts, start: ZeroLayout) -> Fil
     keys = DEVICES["offload_params"]
     if stage in (0, 1, 2) and _read_offload_device(document, keys) is not None:
         section = keys[:-1]
-        document.add_unread_key(LEGACY_FLAGS[section] if document.get(*section) is None else section)
+        ignored_keys = LEGACY_FLAGS[section] if document.get(*section) is None else section
+        document.add_ignored_key(ignored_keys, IGNORED_OFFLOAD)
         file_fields["offload_params"] = (keys, None)
     pin_memory = _read_pin_memory(document, exported, stage)
     if pin_memory is not None:
