@@ -27,7 +27,8 @@ from trace_events import (
 
 import shardscope as ss
 from shardscope.trace import Trace
-from shardscope.trace.analysis.collectives import find_bus_factor, name_kind
+from shardscope.trace.analysis.collective_calls import name_kind
+from shardscope.trace.analysis.collectives import find_bus_factor
 from shardscope.trace.analysis.groups import find_axis
 
 COLUMNS = [

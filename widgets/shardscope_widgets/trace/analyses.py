@@ -10,7 +10,7 @@ from shardscope.core.number_format import Scale, format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.breakdown import compute_idle
-from shardscope.trace.analysis.collectives import KINDS as COLLECTIVE_KINDS
+from shardscope.trace.analysis.collective_calls import KINDS as COLLECTIVE_KINDS
 from shardscope.trace.analysis.collectives import (
     AxisRow,
     CollectiveRow,

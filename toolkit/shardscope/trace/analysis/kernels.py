@@ -13,8 +13,8 @@ import numpy as np
 
 from shardscope.catalog import gpus, load_table
 from shardscope.trace.analysis.activity import Activity
-from shardscope.trace.analysis.collectives import KINDS as COLLECTIVE_KINDS
-from shardscope.trace.analysis.collectives import UNKNOWN_KIND, find_call_kinds
+from shardscope.trace.analysis.collective_calls import KINDS as COLLECTIVE_KINDS
+from shardscope.trace.analysis.collective_calls import UNKNOWN_KIND, find_call_kinds
 from shardscope.trace.analysis.intervals import Int64s
 from shardscope.trace.analysis.operator_costs import COUNTED_OPERATORS, Cost, count_cost
 from shardscope.trace.arguments import ShapeArgs, decode_arguments

@@ -18,9 +18,8 @@ from shardscope.trace.analysis.breakdown import (
     compute_idle,
     measure_requests,
 )
+from shardscope.trace.analysis.collective_calls import KINDS, UNKNOWN_KIND
 from shardscope.trace.analysis.collectives import (
-    KINDS,
-    UNKNOWN_KIND,
     CollectiveRow,
     Collectives,
     find_gloo_note,
