@@ -486,6 +486,15 @@ def test_larger_micro_batches_against_launch_bound_steps_leave_room() -> None:
     assert tight.memory().fits and tight.memory().is_tight
 
 
+def test_a_tight_fix_of_a_launch_bound_step_says_so_where_no_other_is_near() -> None:
+    """Of a batch of 11 sequences on each rank, the micro-batch is 1 or 11."""
+    task = {"method": "lora", "seq_len": 2048, "micro_batch_size": 1, "global_batch_size": 88}
+    plan = make_plan("llama-3.2-1b", "8xh100-sxm-80gb", ss.Layout.zero(3), **task)
+    finding = find_only(plan, "launch-bound")
+    assert finding.plan is not None and finding.plan.memory().is_tight
+    assert finding.change == "Micro-batch 11, which is tight"
+
+
 def test_a_fix_that_the_recipe_refuses_is_text_only() -> None:
     recipe = {"precision": "bf16", "kernels": "compiled", "recompute": "full"}
     plan = make_plan("llama-3.2-1b", layout=ss.Layout.ddp(), **recipe)

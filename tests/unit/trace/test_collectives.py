@@ -590,8 +590,11 @@ def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: 
     assert [row["late_seconds"] for row in load_ranks(tmp_path, ranks).stragglers()] == [0, 0, 0]
 
 
-def make_slow_mesh(slow: int) -> dict[int, Events]:
-    """Return a 2 x 2 mesh in which one rank takes 1,000 ns more in each of four layers of 20 steps."""
+def make_slow_mesh(slow: int, *, has_more_ranks: bool = False) -> dict[int, Events]:
+    """Return a 2 x 2 mesh in which one rank takes 1,000 ns more in each of four layers of 20 steps.
+
+    With more ranks, it is one of two such meshes: each rank ends a step in a group with one of the other.
+    """
     ranks: dict[int, Events] = {rank: [] for rank in range(4)}
     clock, begin = dict.fromkeys(range(4), 0), 0
 
@@ -612,13 +615,19 @@ def make_slow_mesh(slow: int) -> dict[int, Events]:
                 clock[rank] += work
             reduce([(0, 1), (2, 3)], "1")
         reduce([(0, 2), (1, 3)], "2")
+        for rank in ranks if has_more_ranks else ():
+            named = arguments("allreduce", 8, 2, "3", **{"Process Group Ranks": str([rank, rank + 4])})
+            ranks[rank].append(all_reduce(clock[rank], clock[rank] + 100, **named))
+            clock[rank] += 100
         for rank in ranks:
             ranks[rank].append(step(number, begin, max(clock.values())))
     return ranks
 
 
-def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path) -> None:
-    stragglers = load_ranks(tmp_path, make_slow_mesh(0)).stragglers()
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path, world_size: int) -> None:
+    mesh = make_slow_mesh(0, has_more_ranks=world_size > 4)
+    stragglers = load_ranks(tmp_path, mesh, info={"world_size": world_size}).stragglers()
     late = [to_ns(row["late_seconds"]) for row in stragglers]
     assert late[0] == 4_000
     # Rank 1 is late for rank 3 at the end of a step because it waited for rank 0 in each layer.

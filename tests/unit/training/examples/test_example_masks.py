@@ -226,6 +226,16 @@ def test_a_template_with_a_mistake_is_the_cause_not_the_rows(kind: str, bad_rows
     assert "repair row" not in str(caught.value) and "bad_rows" not in caught.value.fix
 
 
+def test_a_template_that_fails_at_some_rows_offers_to_skip_them() -> None:
+    template = (
+        "{% if messages[0]['role'] == 'user' %}{{ messages[0]['content'].split('|')[1] + '' }}{% endif %}"
+    )
+    rows = [{"prompt": prompt, "completion": "Ahab"} for prompt in ("Book|Who?", "Who?")]
+    with pytest.raises(FieldError, match=r"Row 2: .*chat template") as caught:
+        check_rows_left(rows, template + CHATML, "refuse")
+    assert "bad_rows='skip'" in str(caught.value.fix)
+
+
 @pytest.mark.parametrize("kind", [*BROKEN_TEMPLATES, "refusal"])
 def test_prompts_that_cannot_be_encoded_are_refused_with_field_and_fix(kind: str) -> None:
     refusal = "{{ raise_exception('No system message') }}"

@@ -8,7 +8,15 @@ from dataclasses import replace
 from shardscope.core.finding import Finding
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import is_trained
-from shardscope.planner.checks.case import Case, Change, evaluate_variants, find_fastest, replace_plan_fields
+from shardscope.planner.advice.plan_evaluator import SAFE
+from shardscope.planner.checks.case import (
+    Case,
+    Change,
+    Variant,
+    evaluate_variants,
+    find_fastest,
+    replace_plan_fields,
+)
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.prediction.step import predict_step
 from shardscope.prediction.support import list_supported
@@ -43,9 +51,11 @@ def check_launch_bound(case: Case) -> Iterator[Finding]:
         for variant in evaluate_variants(plan, _list_changes(plan))
         if case.compute_gain(variant) > 0 and (not launched or is_trained(variant.plan))
     ]
-    # Nor into a tight one, which may run out of memory, unless it is tight itself.
-    is_tight = case.memory is not None and case.memory.is_tight
-    fixed = find_fastest(variant for variant in candidates if is_tight or not variant.memory.is_tight)
+    fixed = find_fastest(candidates)
+    with_room = find_fastest(variant for variant in candidates if not variant.memory.is_tight)
+    # Nor into a tight one, which may run out of memory, unless that is over a third faster.
+    if fixed and with_room and fixed.step.tokens_per_second <= SAFE * with_room.step.tokens_per_second:
+        fixed = with_room
     won = ""
     if fixed is not None:
         saved = case.step.seconds - fixed.step.seconds
@@ -62,7 +72,7 @@ def check_launch_bound(case: Case) -> Iterator[Finding]:
         f"({format_percent(waiting / case.step.seconds)}) for the host to start kernels, which are too small "
         f"to keep them busy.{won}",
         number=waiting,
-        change=_describe_change(plan, fixed.plan) if fixed else _describe_directions(plan),
+        change=_describe_change(plan, fixed) if fixed else _describe_directions(plan),
         plan=fixed.plan if fixed else None,
     )
 
@@ -93,10 +103,11 @@ def _list_changes(plan: Plan) -> Iterator[Change]:
                 yield {"micro_batch_size": growth * plan.recipe.micro_batch_size, "kernels": kernels}, {}
 
 
-def _describe_change(plan: Plan, changed: Plan) -> str:
-    parts = []
+def _describe_change(plan: Plan, variant: Variant) -> str:
+    parts, changed = [], variant.plan
     if changed.recipe.micro_batch_size != plan.recipe.micro_batch_size:
         parts.append(f"micro-batch {changed.recipe.micro_batch_size}")
     if changed.kernels != plan.kernels:
         parts.append(f"{changed.kernels} kernels")
-    return " and ".join(parts).capitalize()
+    tight = ", which is tight" if variant.memory.is_tight else ""
+    return " and ".join(parts).capitalize() + tight

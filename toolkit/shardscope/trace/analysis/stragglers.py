@@ -99,7 +99,8 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
     Of calls in flight together, such as DDP's buckets, a later one counts from the end of those before it:
     otherwise the time by which a rank is late would count once for each of them. A rank that waited in other
     groups before a call counts as there by so much earlier: it is late because of the rank it waited for.
-    If for one of the ranks that is unknown, none of them is: only some would be there earlier.
+    If more waits are unknown for some of the ranks than for others, none of them is earlier: only some would
+    be.
     """
     by_call: dict[int, dict[int, int]] = defaultdict(dict)
     is_in_steps = trace.activity.is_in_steps
@@ -118,9 +119,10 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
         start[1:] = np.maximum(start[1:], np.maximum.accumulate(end, axis=0)[:-1])
         positions = np.array([trace.ranks.index(rank) for rank in group])
-        before = [[waited[index] for index in of_ranks] for of_ranks in slices.tolist()]
-        known = [[0 if None in of_ranks else wait or 0 for wait in of_ranks] for of_ranks in before]
-        yield positions, np.maximum(end - start, 0) + np.array(known, np.int64)
+        before = np.array([[waited[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
+        known, num_unknown = before[..., 0], before[..., 1]
+        is_comparable = num_unknown.min(axis=1, keepdims=True) == num_unknown.max(axis=1, keepdims=True)
+        yield positions, np.maximum(end - start, 0) + is_comparable * known
 
 
 def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, int | None]:
@@ -149,10 +151,10 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, int | None]
 
 def _sum_waits_before(
     trace: Trace, by_group: Mapping[tuple[int, ...], list[dict[int, int]]], waits: Mapping[int, int | None]
-) -> dict[int, int | None]:
+) -> dict[int, tuple[int, int]]:
     """Return for how long each call's rank waited in other groups since its previous call in this group.
 
-    None if one of these waits is unknown.
+    The second number is that of waits of unknown length.
     """
     groups = {
         index: group for group, calls in by_group.items() for of_ranks in calls for index in of_ranks.values()
@@ -160,7 +162,7 @@ def _sum_waits_before(
     of_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index in waits:
         of_rank[trace.tracks[trace.track_index[index]].rank].append((int(trace.start_ns[index]), index))
-    waited: dict[int, int | None] = {}
+    waited: dict[int, tuple[int, int]] = {}
     for rank_calls in of_rank.values():
         total, num_unknown = 0, 0
         after = dict.fromkeys(by_group, (0, 0))
@@ -175,7 +177,7 @@ def _sum_waits_before(
             heapq.heappush(in_flight, (int(trace.activity.end_ns[index]), index))
             if index in groups:
                 total_before, unknown_before = after[groups[index]]
-                waited[index] = total - total_before if num_unknown == unknown_before else None
+                waited[index] = total - total_before, num_unknown - unknown_before
     return waited
 
 

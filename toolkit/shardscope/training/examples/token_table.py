@@ -157,7 +157,8 @@ def iterate_encoded(
             sides = encoder.encode_pair(example) if is_pair else (encoder.encode(example),)
         except ValueError as error:
             if bad_rows != "skip":
-                _refuse_row(field, describe_place(rows, index), rows[index], error)
+                place, is_first = describe_place(rows, index), counts.num_rows == 1
+                _refuse_row(field, place, rows[index], error, others_are_good=not is_first)
             counts.skip(rows, index, error)
             continue
         cut = [side if seq_len is None else side.truncate(seq_len) for side in sides]
@@ -191,15 +192,19 @@ def check_row(field: str, format: Format, index: int, rows: Rows) -> None:
         _refuse_row(field, describe_place(rows, index), row, error)
 
 
-def _refuse_row(field: str, place: str, row: Row, error: ValueError) -> NoReturn:
+def _refuse_row(
+    field: str, place: str, row: Row, error: ValueError, *, others_are_good: bool = True
+) -> NoReturn:
     shown = str(dict(row))
     shown = shown if len(shown) <= 120 else f"{shown[:117]}..."
-    fix = f"repair {place}, or {field.partition('.')[0]}(bad_rows='skip')"
+    skipping = f"{field.partition('.')[0]}(bad_rows='skip')"
+    fix = f"repair {place}, or {skipping}"
     if isinstance(error, ExampleError):
         fix = error.fix
     value, allowed = f"data whose {place} is malformed", "rows of one format"
     if isinstance(error, ChatTemplateError):
         value, allowed = f"data whose {place} cannot be rendered", "a chat template that renders the data"
+        fix += f"; or {skipping}" if others_are_good else ""
     allowed = f"{allowed}. {place[0].upper()}{place[1:]}: {error} ({shown})"
     refuse(field, value, allowed, fix, f"{place}: {error}")
 
