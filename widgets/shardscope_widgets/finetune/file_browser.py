@@ -8,7 +8,7 @@ from html import escape
 from itertools import islice
 from pathlib import Path
 
-from shardscope.training.examples.rows import LOADERS
+from shardscope.training.examples.folder_files import LOADERS
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 
 MAX_SCANNED = 5000

@@ -10,7 +10,8 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
-from shardscope.training.examples.rows import LOADERS, describe_source, open_rows, resolve_source
+from shardscope.training.examples.folder_files import LOADERS
+from shardscope.training.examples.rows import describe_source, open_rows, resolve_source
 from shardscope.training.weights.example_models import EXAMPLES, fetch_example, find_example
 from shardscope.training.weights.hub_folder import download, is_hub_name
 from shardscope_widgets.data.column_menus import ColumnMenus

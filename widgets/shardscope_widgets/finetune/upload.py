@@ -10,7 +10,7 @@ import anywidget
 import traitlets
 
 from shardscope.core.errors import refuse
-from shardscope.training.examples.rows import LOADERS
+from shardscope.training.examples.folder_files import LOADERS
 from shardscope_widgets.kit.front_end import front_end_text
 
 FOLDER = "data"

@@ -14,8 +14,9 @@ from tests.requirements import needs
 from shardscope.core.errors import FieldError
 from shardscope.training.examples.column_names import list_text_columns
 from shardscope.training.examples.file_rows import FileRows
+from shardscope.training.examples.folder_files import describe_unread_files
 from shardscope.training.examples.formats import read_example, recognize_format
-from shardscope.training.examples.rows import describe_unread_files, load_files, open_rows, resolve_source
+from shardscope.training.examples.rows import load_files, open_rows, resolve_source
 from shardscope.training.examples.source_record import hash_path
 from shardscope.training.examples.streamed_rows import read_first_rows
 from shardscope.training.tasks.finetune_rows import FinetuneRows

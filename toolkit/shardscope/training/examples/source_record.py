@@ -10,7 +10,8 @@ from pathlib import Path
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, write_json
 from shardscope.training.checkpoints.folders import POSITION_FILE
-from shardscope.training.examples.rows import ARROW_STATE, describe_source, find_files
+from shardscope.training.examples.folder_files import ARROW_STATE, find_files
+from shardscope.training.examples.rows import describe_source
 from shardscope.training.examples.token_table import IDS, LOSS, RowCounts
 
 COUNTS = "counts.json"

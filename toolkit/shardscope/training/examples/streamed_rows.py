@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import FieldError, get_first_line, refuse
 from shardscope.training.examples.file_rows import check_begins_in_utf8, check_is_utf8, describe_row
+from shardscope.training.examples.folder_files import ARROW_STATE, LOADERS, list_files
 from shardscope.training.examples.rows import (
-    ARROW_STATE,
-    LOADERS,
     Row,
     check_json_lines,
     check_tables,
     describe_source,
-    list_files,
     load_files,
     load_hub,
 )

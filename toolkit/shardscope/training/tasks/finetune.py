@@ -20,9 +20,10 @@ from shardscope.training.data.windows import check_text_length
 from shardscope.training.examples.batches import find_padding_id
 from shardscope.training.examples.conversation import Prompt, encode_prompts, find_end_ids, read_prompts
 from shardscope.training.examples.encoding import LOSS_ON, Encoder, LossOn
+from shardscope.training.examples.folder_files import describe_unread_files
 from shardscope.training.examples.formats import ExampleError, recognize_format
 from shardscope.training.examples.preview import Preview, preview_examples
-from shardscope.training.examples.rows import describe_source, describe_unread_files, is_text
+from shardscope.training.examples.rows import describe_source, is_text
 from shardscope.training.examples.source_record import COUNTS, describe_examples, describe_file
 from shardscope.training.examples.token_table import BAD_ROWS, BadRows
 from shardscope.training.preferences.settings import (

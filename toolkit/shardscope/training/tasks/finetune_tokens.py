@@ -14,13 +14,13 @@ from shardscope.core.recipe import Recipe
 from shardscope.training.data.batches import Batches, Share, split_rows
 from shardscope.training.examples.batches import ExampleBatches
 from shardscope.training.examples.encoding import Encoder
+from shardscope.training.examples.folder_files import describe_unread_files
 from shardscope.training.examples.packed_windows import (
     PackedBatches,
     Packing,
     describe_packing,
     pack_table,
 )
-from shardscope.training.examples.rows import describe_unread_files
 from shardscope.training.examples.source_record import save_counts, save_shared_count
 from shardscope.training.examples.streamed_batches import StreamedBatches, StreamedExamples, StreamReader
 from shardscope.training.examples.token_table import (
