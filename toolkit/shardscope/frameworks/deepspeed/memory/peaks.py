@@ -23,7 +23,8 @@ from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 if TYPE_CHECKING:
     from shardscope.frameworks.deepspeed.memory.activation_sizes import ActivationSizes
     from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, LayerPhases
-    from shardscope.memory.activations.stage_activations import LayerKind, StageBackward
+    from shardscope.memory.activations.layer_order import LayerKind
+    from shardscope.memory.activations.stage_activations import StageBackward
 
 
 # ---- What the optimizers count
