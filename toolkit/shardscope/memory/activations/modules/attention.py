@@ -197,7 +197,11 @@ def is_unfused(arch: Architecture, modules: Modules) -> bool:
 
 
 def has_one_key_head(arch: Architecture) -> bool:
-    """Return whether SDPA must broadcast a single key head: only its math backend can (older Falcons)."""
+    """Return whether SDPA must broadcast a single key head, as for older Falcons.
+
+    Only its math backend can; from torch 2.14 on, so can its fused kernel for CPUs (``sdp_utils_cpp.h``,
+    ``check_batch_size_and_num_heads_dense<supports_mqa>``).
+    """
     broadcasts = find_family(arch).expands_key_heads and not arch.new_decoder_architecture
     return broadcasts and arch.num_key_value_heads < arch.num_attention_heads
 
