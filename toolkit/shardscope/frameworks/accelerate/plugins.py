@@ -296,7 +296,8 @@ class MegatronPlugin(Plugin):
                 "Layout.framework",
                 plan.layout.framework,
                 "'ddp', 'fsdp2' or 'deepspeed' for a Script here: Accelerate's plugin needs "
-                "megatron.training of Megatron-LM's repository, which megatron-core does not contain",
+                "megatron.training and megatron.legacy of Megatron-LM's repository, which the package "
+                "megatron-core does not contain",
                 "ss.launch(plan, ss.Pretrain()), whose engine needs megatron-core alone",
             )
 
@@ -362,9 +363,13 @@ def get_plugin(plan: Plan) -> Plugin:
 
 
 def has_megatron_lm() -> bool:
-    """Return whether Megatron-LM's training code, which Accelerate's plugin calls, is installed."""
+    """Return whether Megatron-LM's training code, which Accelerate's plugin calls, is installed.
+
+    The plugin imports both packages (accelerate/utils/megatron_lm.py). From 0.17 on megatron-core's wheel has
+    the first one, never the second.
+    """
     try:
-        return importlib.util.find_spec("megatron.training") is not None
+        return all(importlib.util.find_spec(f"megatron.{part}") for part in ("training", "legacy"))
     except ModuleNotFoundError:
         return False
 
