@@ -108,6 +108,29 @@ def test_the_sbatch_file_passes_its_environment_on_at_sites_that_export_none(
     assert lines == ["all"]
 
 
+@pytest.mark.parametrize(("cluster", "nodes"), [("2x8xh100-sxm-80gb", "1"), ("8xh100-sxm-80gb", "2")])
+def test_the_sbatch_file_ends_on_another_number_of_nodes(cluster: str, nodes: str, tmp_path: Path) -> None:
+    """``sbatch --nodes=1`` waited for the other node, and ``--nodes=2`` trained the same plan twice."""
+    build_plan(LAYOUTS["ddp"], cluster).export(tmp_path)
+    variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": nodes}
+    done = subprocess.run(
+        ["bash", "job.sbatch"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "the plan needs --nodes=" in done.stderr
+
+
+def test_the_sbatch_file_stays_in_the_folder_of_chdir(tmp_path: Path) -> None:
+    """It changed to the folder in which sbatch was called, which has no train.py."""
+    build_plan(LAYOUTS["ddp"], "8xh100-sxm-80gb").export(tmp_path)
+    write_program(tmp_path / "bin", "srun", "pwd\n")
+    assert run_bash(tmp_path, "job.sbatch", SLURM_SUBMIT_DIR="/") == [str(tmp_path)]
+
+
 def test_the_sbatch_file_of_one_node_opens_no_port_to_others(tmp_path: Path) -> None:
     build_plan(LAYOUTS["ddp"], "2xcpu").export(tmp_path)
     write_program(tmp_path / "bin", "srun", 'echo "$SRUN_CPUS_PER_TASK"; printf "%s\\n" "$@"\n')
