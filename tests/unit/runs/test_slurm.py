@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 import time
@@ -112,6 +113,17 @@ def test_the_nearest_fix_is_what_the_value_most_likely_means(fields: dict[str, A
     with pytest.raises(FieldError) as refused:
         ss.Slurm(**fields)
     assert str(refused.value).endswith(f"Nearest fix: {fix}.")
+
+
+def test_a_python_whose_path_is_not_quoted_has_the_quoted_one_as_fix(tmp_path: Path) -> None:
+    """The job failed: the nodes had no /shared/my."""
+    python = tmp_path / "my env's" / "python"
+    write_command(python.parent, python.name, "")
+    with pytest.raises(FieldError, match=r"Slurm\.python") as refused:
+        ss.Slurm(python=str(python))
+    fix = refused.value.fix_values
+    assert fix is not None and shlex.split(str(fix["python"])) == [str(python)]
+    assert ss.Slurm(python=str(fix["python"])).python == fix["python"]
 
 
 def test_valid_fields_survive_pickling() -> None:

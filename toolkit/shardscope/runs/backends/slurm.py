@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,6 +32,8 @@ SIGNAL = re.compile(r"USR2@(\d{1,5})")
 """The signal before the time limit; only its time is the user's choice."""
 GPU_RESOURCE = re.compile(r"(?:^|,)\s*(?:gres[/:])?gpu\b")
 """A GPU in a list of generic resources."""
+PLAIN_PATH = re.compile(r"[\w@%+=:,./-]+")
+"""A path that a shell does not change."""
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """Characters that end a line or change a terminal."""
 OWN_FIELDS = ("partition", "account", "qos", "time", "constraint")
@@ -100,6 +104,9 @@ class Slurm:
         object.__setattr__(self, "setup", tuple(self.setup))
         if self.python is not None:
             _check_line("python", self.python)
+            if not PLAIN_PATH.fullmatch(self.python) and Path(self.python).is_file():
+                allowed = "a command as a shell reads it; this path has characters that are quoted there"
+                refuse("Slurm.python", self.python, allowed, Value(shlex.quote(self.python)))
         self._check_extra()
 
     @staticmethod
