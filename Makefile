@@ -87,7 +87,8 @@ test-kernels: $(STAMP)
 	SHARDSCOPE_KERNELS=all $(BIN)/python -m pytest tests/runs/test_jupyter_kernel.py
 
 # Unit tests and runs with another torch, in an environment of its own: make test-torch TORCH=2.14.1. Without TORCH it is
-# the newest, as users with GPUs get it. Both bring gigabytes of CUDA libraries.
+# the newest, as users with GPUs get it. Both bring gigabytes of CUDA libraries. PYTHON=python3.13: with another Python; from
+# 3.12 on that brings the newest megatron-core too.
 test-torch:
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/pip install --quiet --upgrade -e '.[test]' torch$(TORCH:%===%)

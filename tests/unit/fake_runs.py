@@ -100,7 +100,7 @@ class FakeRun:
         self.status = "stopping" if button == "Save and stop" else "stopped"
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 10) -> bool:
+def wait_until(holds: Callable[[], bool], seconds: float = 30) -> bool:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -27,7 +27,7 @@ from shardscope.core.errors import FieldError
 from shardscope.export.files import list_files
 from shardscope.frameworks.formats.exported import Exported
 from shardscope.training.engine import Engine
-from shardscope.training.tasks.choices import ADAPTER_RATE, FULL_RATE
+from shardscope.training.tasks.recommended_rate import ADAPTER_RATE, FULL_RATE
 
 needs("accelerate")  # which brings PyYAML
 needs("transformers")  # which spells the config in train.py

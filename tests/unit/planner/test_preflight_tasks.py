@@ -26,7 +26,8 @@ from shardscope.planner.checks.usual_rates import (
 )
 from shardscope.runs.checks.text import SHIPPED_TOKENS
 from shardscope.timing.calibration.store import store_calibration
-from shardscope.training.tasks.choices import ADAPTER_RATE, FULL_RATE, choose_precision
+from shardscope.training.tasks.choices import choose_precision
+from shardscope.training.tasks.recommended_rate import ADAPTER_RATE, FULL_RATE
 
 
 def make_plan(model: str = "llama-2-7b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NoReturn
 
 import anywidget  # noqa: F401
@@ -113,6 +113,10 @@ def become(platform: str) -> None:
         for name in names:
             if hasattr(owner, name):
                 delattr(owner, name)
+    if platform == "win32":
+        # Of shutil.which, from Python 3.12 on.
+        windows = SimpleNamespace(NeedCurrentDirectoryForExePath=lambda command: False)
+        shutil._winapi = windows  # type: ignore[attr-defined]
     ctypes.CDLL = _NoLibrary  # type: ignore[assignment, misc]
     sys.platform = platform
 

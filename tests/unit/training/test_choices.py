@@ -12,7 +12,8 @@ from tests.weights_folders import write_folder
 
 import shardscope as ss
 from shardscope.planner.checks.usual_rates import find_usual_rate
-from shardscope.training.tasks.choices import recommend, recommend_epochs, recommend_rate
+from shardscope.training.tasks.choices import recommend, recommend_epochs
+from shardscope.training.tasks.recommended_rate import recommend_rate
 
 needs("transformers")
 needs("datasets")

@@ -20,7 +20,7 @@ import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.serialization import replace_fields
 from shardscope.planner.checks.usual_rates import limit_rate
-from shardscope.training.tasks.choices import recommend_rate
+from shardscope.training.tasks.recommended_rate import recommend_rate
 from shardscope.training.tasks.text_task import resolve_text
 from shardscope_widgets.checks.user_code import list_notebook_functions
 from shardscope_widgets.kit import controls

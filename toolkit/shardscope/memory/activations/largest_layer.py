@@ -22,8 +22,11 @@ from shardscope.memory.activations.modules.attention import (
     has_one_key_head,
     is_eager,
 )
-from shardscope.memory.activations.modules.experts import list_expert_tensors
-from shardscope.memory.activations.modules.layer_peaks import compute_weighted_width, get_expert_row_widths
+from shardscope.memory.activations.modules.experts import (
+    compute_weighted_width,
+    get_expert_row_widths,
+    list_expert_tensors,
+)
 from shardscope.memory.activations.modules.saved_tensors import list_stream_readers
 from shardscope.memory.state.stages import count_layers_by_kind
 

@@ -1,4 +1,4 @@
-"""Activations of transformers' modules on one pipeline stage: in forward, and layer by layer in backward.
+"""Activations of transformers' modules on one pipeline stage, in forward and backward.
 
 Dense layers come before those with routed experts; every ``recompute_interval``-th layer of the stage is
 recomputed, its first one included.
@@ -11,14 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_count, format_gib, format_kib
-from shardscope.core.ops import ceil_div, group_equal, is_array, map_distinct, maximum, minimum, where
+from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, minimum, where
 from shardscope.families.parameter_names import list_attention_inputs
 from shardscope.families.registry import find_family
-from shardscope.memory.activations.float8 import compute_layer_working
 from shardscope.memory.activations.forward import (
     LayerActivations,
     compute_document_mask,
-    compute_kept_for_recomputation,
     compute_kept_masks,
     compute_layer_activations,
     compute_unsaved_at_start,
@@ -34,9 +32,9 @@ from shardscope.memory.activations.head import (
     resolve_loss,
 )
 from shardscope.memory.activations.largest_layer import LargestLayer, find_largest_layer
+from shardscope.memory.activations.layer_order import LayerOrder, build_layer_order
 from shardscope.memory.activations.modules.attention import is_eager
-from shardscope.memory.activations.modules.dora import compute_dora_peaks, compute_dora_vectors
-from shardscope.memory.activations.modules.layer_peaks import LayerPeak, compute_layer_peaks
+from shardscope.memory.activations.modules.dora import compute_dora_vectors
 from shardscope.memory.report import Term
 from shardscope.memory.state.quantization import find_largest_matrix
 from shardscope.memory.state.stages import count_layers_by_kind, count_recomputed_by_kind
@@ -327,219 +325,3 @@ def _explain_layer(kind: LayersOfKind) -> str:
         return f"{format_kib(layer.offloaded)} KiB in host memory"
     contents = "layer input" if kind.recompute == "full" else "matrix products and attention"
     return f"{format_kib(layer.saved)} KiB kept with {kind.recompute} recomputation: {contents}"
-
-
-# ---- The layers one by one, in forward order ----
-
-
-class LayerKind(NamedTuple):
-    """Layers of one kind (dense or MoE, recomputed or not) on one rank. Bytes per layer and micro-batch."""
-
-    moe: bool
-    num_layers: int
-    """Number of layers of this kind on the stage; 0 if it has none."""
-    first_index: int
-    """Index of the first layer of this kind."""
-    last_index: int
-    """Index of the last layer of this kind."""
-    saved: int
-    """Bytes saved for backward by one layer."""
-    forward: int
-    """Maximum bytes of one layer during its forward."""
-    backward: tuple[LayerPeak, ...]
-    """Peak candidates during the layer's backward; their ``activations`` are bytes, not bytes per token."""
-    casts: int
-    """Bytes of autocast's half-precision copies of its matrices, made again if the layer is recomputed."""
-    casts_after_forward: int
-    """Bytes of such copies alive after the layer's forward."""
-    casts_in_backward: int
-    """Bytes of such copies that autograd keeps for backward."""
-    weights: int
-    """Number of weights with gradients in one layer."""
-
-
-class StageLayer(NamedTuple):
-    """One layer of a stage, and the activations saved before it."""
-
-    kind: LayerKind
-    position: int
-    """Index in forward order, from 0."""
-    saved_before: int
-    """Bytes saved by the layers before it and by all other micro-batches in flight."""
-
-
-class LayerOrder(NamedTuple):
-    """The layers of one stage, in forward order."""
-
-    num_layers: int
-    num_dense: int
-    """Number of layers without routed experts; they come first."""
-    interval: int
-    """Every ``interval``-th layer is recomputed."""
-    kinds: tuple[LayerKind, ...]
-    """Without an interval, at most one dense and one MoE kind; with it, these recomputed, then not."""
-
-    def sum_before(self, index: int, get_value: Callable[[LayerKind], int]) -> int:
-        """Return the sum of ``get_value`` over all layers before ``index``."""
-        if len(self.kinds) == 1:
-            return index * get_value(self.kinds[0])
-        # Of the first ``index`` layers, dense ones come first, and every interval-th is recomputed.
-        dense = minimum(index, self.num_dense)
-        total = 0
-        num_recomputed_kinds = len(self.kinds) if self.interval == 1 else len(self.kinds) // 2
-        for position, kind in enumerate(self.kinds):
-            number = index - dense if kind.moe else dense
-            if self.interval > 1:
-                recomputed_dense = ceil_div(dense, self.interval)
-                recomputed = recomputed_dense
-                if kind.moe:
-                    recomputed = ceil_div(index, self.interval) - recomputed_dense
-                number = recomputed if position < num_recomputed_kinds else number - recomputed
-            total = total + number * get_value(kind)
-        return total
-
-    def find_peak_layers(self, saved: int, compute_growth: Callable[[bool], int]) -> list[StageLayer]:
-        """Return, for each kind, the layers whose backward may be the stage's peak.
-
-        These are the kind's last layer (no gradients wait for reduction yet), its first layer (its prefetch
-        differs: nothing, or another module), and one end of the layers between: from layer to layer, saved
-        activations are freed and ``compute_growth(moe)`` bytes of gradients are added, so the peak is at one
-        end. ``saved``: bytes saved by all layers and by other micro-batches in flight.
-        """
-        # What is saved besides these layers: before the first one, and by other micro-batches.
-        other_saved = saved - self.sum_before(self.num_layers, _get_saved)
-        layers: list[StageLayer] = []
-        indices: set[int] = set()
-        for kind in self.kinds:
-            # Of one plan, absent kinds and repeated layers are skipped; arrays of plans keep them all.
-            is_one_plan = not is_array(kind.num_layers)
-            if is_one_plan and not kind.num_layers:
-                continue
-            # Neighbours of a kind are ``interval`` layers apart.
-            second_to_last = maximum(kind.last_index - self.interval, kind.first_index)
-            second = minimum(kind.first_index + self.interval, kind.last_index)
-            between = where(compute_growth(kind.moe) > kind.saved, second, second_to_last)
-            for index in (kind.last_index, between, kind.first_index):
-                if not is_array(index):
-                    if is_one_plan and index in indices:
-                        continue
-                    indices.add(index)
-                layers.append(self._build_layer(kind, index, other_saved))
-        return layers
-
-    def find_last_layers(self, saved: int) -> list[StageLayer]:
-        """Return the last layer of each kind, where the forward of that kind has its peak."""
-        other_saved = saved - self.sum_before(self.num_layers, _get_saved)
-        return [
-            self._build_layer(kind, kind.last_index, other_saved)
-            for kind in self.kinds
-            if is_array(kind.num_layers) or kind.num_layers
-        ]
-
-    def _build_layer(self, kind: LayerKind, index: int, other_saved: int) -> StageLayer:
-        """Return one layer with the bytes saved before it.
-
-        They are at least 0: the tensors that the first layer does not save under adapters may make the sum
-        negative. For arrays of stages, a stage without this kind gets layer 0 with zero bytes, which another
-        kind always exceeds.
-        """
-        if is_array(kind.num_layers):
-            exists = kind.num_layers > 0
-            index, other_saved = where(exists, index, 0), where(exists, other_saved, 0)
-            kind = kind._replace(
-                saved=exists * kind.saved,
-                forward=exists * kind.forward,
-                backward=tuple(
-                    peak._replace(
-                        activations=exists * peak.activations,
-                        weights_with_gradient=exists * peak.weights_with_gradient,
-                    )
-                    for peak in kind.backward
-                ),
-                casts=exists * kind.casts,
-                casts_after_forward=exists * kind.casts_after_forward,
-                casts_in_backward=exists * kind.casts_in_backward,
-                weights=exists * kind.weights,
-            )
-        return StageLayer(kind, index, maximum(0, other_saved + self.sum_before(index, _get_saved)))
-
-
-def _get_saved(kind: LayerKind) -> int:
-    return kind.saved
-
-
-def build_layer_order(activations: TransformersActivations) -> LayerOrder:
-    """Return the layers of one stage, with the bytes of each kind at its peak candidates."""
-    plan, stage = activations.plan, activations.stage
-    recipe = plan.recipe
-    interval = recipe.recompute_interval if recipe.recompute != "none" else 1
-    num_dense = stage.num_layers - stage.num_moe_layers
-    # ``activations.kinds`` has the same order: the recomputed kinds come first.
-    by_kind = count_layers_by_kind(plan.architecture, stage)
-    if interval > 1:
-        by_kind = by_kind * 2
-    kinds: list[LayerKind] = []
-    for (moe, num_layers), layers in zip(by_kind, activations.kinds, strict=True):
-        # 0 * num_dense is an array where num_dense is one.
-        first, last = (num_dense, stage.num_layers - 1) if moe else (0 * num_dense, num_dense - 1)
-        # The nearest layers in this range that are recomputed, or that are not.
-        if interval > 1:
-            if layers.recompute == "none":
-                last = last - (last % interval == 0)
-                first = first + (first % interval == 0)
-            else:
-                first, last = ceil_div(first, interval) * interval, last // interval * interval
-            num_layers = maximum(0, where(last >= first, num_layers, 0))
-        kinds.append(_build_kind(activations, moe, layers, num_layers, first, last))
-    return LayerOrder(stage.num_layers, num_dense, interval, tuple(kinds))
-
-
-def _build_kind(
-    activations: TransformersActivations,
-    moe: bool,
-    layers: LayersOfKind,
-    num_layers: int,
-    first: int,
-    last: int,
-) -> LayerKind:
-    plan, modules, tokens = activations.plan, activations.modules, activations.tokens
-    arch, num_stream_shards = plan.architecture, activations.num_stream_shards
-    layer, recompute = layers.activations, layers.recompute
-    peaks = map_distinct(
-        partial(compute_layer_peaks, arch, moe, modules, recompute), plan.degrees.tp, num_stream_shards
-    )
-    # A quantized base's matrix is dequantized in its matmul's backward, whose weight count each peak has.
-    dequantized_width = modules.compute * modules.quantized
-    backward = [
-        LayerPeak(tokens * activations + dequantized_width * dequantized, finished, matrix, experts, casts)
-        for activations, finished, matrix, experts, casts, dequantized in peaks.backward
-    ]
-    forward = tokens * peaks.forward
-    if modules.uses_dora:
-        stream = arch.hidden_size * modules.stream
-        kept_inputs = compute_kept_for_recomputation(arch, moe, modules, recompute, stream)
-        in_forward, in_backward = compute_dora_peaks(arch, modules, recompute, tokens, kept_inputs)
-        forward = maximum(forward, in_forward)
-        backward = [LayerPeak(num_bytes) for num_bytes in in_backward]
-    # The casts to 8 bits inside of one Linear's backward are a candidate of their own.
-    if plan.recipe.precision == "fp8-mixed":
-        stream = ceil_div(arch.hidden_size * modules.stream, num_stream_shards)
-        saved = tokens * (layer.saved + layer.recomputed + stream)
-        backward.append(LayerPeak(saved + compute_layer_working(arch, moe, tokens)))
-    casts = compute_weight_casts(arch, moe, modules)
-    copies, kept_copies = count_weight_casts(modules, recompute)
-    # int8 matmuls do not dequantize the matrix in forward, only in backward.
-    dequantized = 0 if modules.int8_base else activations.compute_dequantized()
-    return LayerKind(
-        moe=moe,
-        num_layers=num_layers,
-        first_index=first,
-        last_index=last,
-        saved=tokens * layer.saved + compute_dora_vectors(arch, modules, recompute),
-        forward=forward + dequantized,
-        backward=tuple(backward),
-        casts=casts,
-        casts_after_forward=copies * casts,
-        casts_in_backward=kept_copies * casts,
-        weights=peaks.weights,
-    )

@@ -37,7 +37,6 @@ from shardscope.training.tasks.choices import (
     Choices,
     recommend,
     recommend_epochs,
-    recommend_rate,
 )
 from shardscope.training.tasks.finetune_checks import (
     check_length,
@@ -58,6 +57,7 @@ from shardscope.training.tasks.finetune_tokens import (
     write_tokens,
 )
 from shardscope.training.tasks.plan_forecast import describe_forecast
+from shardscope.training.tasks.recommended_rate import recommend_rate
 from shardscope.training.tasks.text_task import TextTask
 from shardscope.training.weights.base_sample import hash_base
 from shardscope.training.weights.hub_folder import find_hub_name

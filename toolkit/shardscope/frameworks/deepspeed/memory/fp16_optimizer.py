@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import all_true
 from shardscope.core.precision import FP32
+from shardscope.frameworks.deepspeed.memory.activation_sizes import compute_activation_sizes
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import find_largest_copy
 from shardscope.frameworks.deepspeed.memory.peaks import (
     ZeroBuffers,
-    compute_activation_sizes,
     find_backward_peaks,
 )
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import NOT_PARTITIONED

@@ -14,6 +14,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import get_layout, get_reduction_width
+from shardscope.frameworks.deepspeed.memory.activation_sizes import compute_activation_sizes
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import BucketCounts
 from shardscope.frameworks.deepspeed.memory.parameter_offload import trace_modules
 from shardscope.frameworks.deepspeed.memory.partition_parameters import FP64, count_secondary_partitions
@@ -29,7 +30,6 @@ from shardscope.frameworks.deepspeed.memory.peaks import (
     BackwardPart,
     PhaseElements,
     ZeroBuffers,
-    compute_activation_sizes,
     find_backward_peaks,
 )
 from shardscope.memory.report import Term

@@ -16,6 +16,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.layout import get_cast_width, get_layout, get_reduction_width
+from shardscope.frameworks.deepspeed.memory.activation_sizes import compute_activation_sizes
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
@@ -33,7 +34,6 @@ from shardscope.frameworks.deepspeed.memory.peaks import (
     BackwardPart,
     PhaseElements,
     ZeroBuffers,
-    compute_activation_sizes,
     find_backward_peaks,
 )
 from shardscope.memory.report import Term, choose_term, zero_term

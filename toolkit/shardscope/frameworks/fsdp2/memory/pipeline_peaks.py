@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.frameworks.fsdp2.memory.groups import StageGroups
     from shardscope.frameworks.fsdp2.memory.pipeline_buffers import PipelineBuffers
-    from shardscope.memory.activations.stage_activations import StageBackward, StageLayer
+    from shardscope.memory.activations.layer_order import StageLayer
+    from shardscope.memory.activations.stage_activations import StageBackward
     from shardscope.memory.state.stages import Stage
 
 

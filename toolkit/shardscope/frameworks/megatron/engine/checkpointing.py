@@ -7,6 +7,7 @@ other degrees (tp, pp, vpp, ep, data-parallel). The format contains pickles, whi
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ FORMAT_OPTIONS = {
     "singleton_local_shards": False,
 }
 """Options (megatron/training/checkpointing.py) with which the format can be resharded to any degrees."""
+RESULTS_QUEUE_FUNCTIONS = ("_get_write_results_queue", "get_write_results_queue")
+"""Names in ``filesystem_async`` of megatron-core 0.16 and of later releases."""
 
 
 def save_checkpoint(
@@ -171,18 +174,23 @@ def _write_state(
     random_tracker.write_states(folder)
     _create_optimizer_state(optimizer)
     wait_for_weights(chunks)
-    filesystem_async._get_write_results_queue = _get_results_queue
+    for name in RESULTS_QUEUE_FUNCTIONS:
+        if hasattr(filesystem_async, name):
+            setattr(filesystem_async, name, _get_results_queue)
+    # From 0.17 on its default is nvidia-resiliency-ext, a package that megatron-core does not install.
+    has_strategies = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
     # The folder already contains the random states; megatron-core only warns that it is not empty.
     return dist_checkpointing.save(
         _build_state_dict(chunks, optimizer, loading=False),
         str(folder),
         async_sharded_save=asynchronous,
         content_metadata=FORMAT_OPTIONS,
+        **({"async_strategy": "mcore"} if has_strategies else {}),
     )
 
 
-def _get_results_queue() -> Queue[object]:
-    """Replace megatron-core's ``_get_write_results_queue``: this one's process always ends with the rank.
+def _get_results_queue(*_: object) -> Queue[object]:
+    """Replace megatron-core's function of this queue: this one's process always ends with the rank.
 
     Writers report their results through the queue. megatron-core starts its process at the first checkpoint
     and stops it when Python exits, so a killed rank would leave it running.

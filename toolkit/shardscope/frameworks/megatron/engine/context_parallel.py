@@ -37,10 +37,21 @@ def get_context_attention() -> type[torch.nn.Module]:
 
 
 def shard_sequences(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's tokens of tensors of shape (rows, tokens, ...): all of them without cp."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
+    """Return this rank's tokens of tensors of shape (rows, tokens, ...): all of them without cp.
 
-    shard: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(dict(batch))
+    These are megatron-core's chunks (utils.py, ``get_batch_on_this_cp_rank``, which has other arguments from
+    release to release).
+    """
+    from megatron.core import parallel_state
+
+    cp = parallel_state.get_context_parallel_world_size()
+    if cp == 1:
+        return dict(batch)
+    rank = parallel_state.get_context_parallel_rank()
+    shard: dict[str, torch.Tensor] = {}
+    for name, tensor in batch.items():
+        chunks = tensor.chunk(2 * cp, dim=1)
+        shard[name] = torch.cat((chunks[rank], chunks[2 * cp - 1 - rank]), dim=1)
     return shard
 
 

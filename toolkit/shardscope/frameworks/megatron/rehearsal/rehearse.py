@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -375,8 +376,10 @@ def _use_fused_kernels(layer: ModuleSpec, *, fused_attention: bool) -> None:
     parts = layer.submodules
     parts.input_layernorm = FusedNorm
     parts.pre_mlp_layernorm = FusedNorm
-    if hasattr(parts.mlp.submodules, "experts"):
-        parts.mlp.submodules.experts.module = FusedExperts
+    # A ModuleSpec in megatron-core 0.16 and 0.17, a partial from 0.18 on.
+    mlp = parts.mlp.keywords["submodules"] if isinstance(parts.mlp, partial) else parts.mlp.submodules
+    if hasattr(mlp, "experts"):
+        mlp.experts = FusedExperts
     attention = parts.self_attention.submodules
     if fused_attention:
         attention.core_attention = FusedAttention

@@ -89,6 +89,23 @@ def compute_saved_scores(arch: Architecture, modules: Modules) -> int:
     return 0
 
 
+def compute_scores_in_forward(arch: Architecture, modules: Modules, num_scores: int) -> int:
+    """Return bytes of scores alive at once in forward, saved ones included."""
+    c = modules.compute
+    if find_family(arch).has_attention_sinks:
+        return 3 * num_scores * modules.stream
+    return num_scores * (c + FP32 + (c if find_family(arch).has_softcapping else 0) + (c if c < FP32 else 0))
+
+
+def compute_scores_in_backward(arch: Architecture, modules: Modules, num_scores: int) -> int:
+    """Return bytes of gradients of probabilities and softmax, less the freed cast of the probabilities."""
+    if find_family(arch).has_attention_sinks:
+        # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
+        # added.
+        return 2 * num_scores * modules.stream
+    return num_scores * (modules.compute + FP32)
+
+
 def list_kernel_tensors(
     arch: Architecture, modules: Modules, output_projection: str = "o_proj"
 ) -> list[SavedTensor]:
@@ -180,7 +197,11 @@ def is_unfused(arch: Architecture, modules: Modules) -> bool:
 
 
 def has_one_key_head(arch: Architecture) -> bool:
-    """Return whether SDPA must broadcast a single key head: only its math backend can (older Falcons)."""
+    """Return whether SDPA must broadcast a single key head, as for older Falcons.
+
+    Only its math backend can; from torch 2.14 on, so can its fused kernel for CPUs (``sdp_utils_cpp.h``,
+    ``check_batch_size_and_num_heads_dense<supports_mqa>``).
+    """
     broadcasts = find_family(arch).expands_key_heads and not arch.new_decoder_architecture
     return broadcasts and arch.num_key_value_heads < arch.num_attention_heads
 

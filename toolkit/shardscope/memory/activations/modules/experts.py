@@ -67,3 +67,22 @@ def _compute_router(arch: Architecture, modules: Modules) -> int:
         scores = count * score * (2 if c == FP32 else 1)
         return scores + score + 2 * top_k * score + indices + upcast
     return count * FP32 + FP32 + 2 * top_k * FP32 + indices
+
+
+def get_expert_row_widths(arch: Architecture, modules: Modules) -> tuple[int, int]:
+    """Return bytes per element of expert rows, and of weighted rows: most routers' weights are fp32.
+
+    Grouped matmuls are not autocast: they run in the weights' dtype.
+    """
+    width = modules.stream
+    return width, width if find_family(arch).casts_router_weights else FP32
+
+
+def compute_weighted_width(arch: Architecture, modules: Modules) -> int:
+    """Return bytes per element of expert rows in the backward of their weighting.
+
+    The gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; and a
+    cast of them if the rows are narrower.
+    """
+    width, weighted = get_expert_row_widths(arch, modules)
+    return 3 * weighted + (width if width < weighted else 0)

@@ -25,11 +25,17 @@ from shardscope.memory.activations.forward import (
 from shardscope.memory.activations.head import compute_final_norm
 from shardscope.memory.activations.modules.attention import (
     compute_saved_scores,
+    compute_scores_in_backward,
+    compute_scores_in_forward,
     get_attention_widths,
     is_eager,
     passes_mask,
 )
-from shardscope.memory.activations.modules.experts import list_expert_tensors
+from shardscope.memory.activations.modules.experts import (
+    compute_weighted_width,
+    get_expert_row_widths,
+    list_expert_tensors,
+)
 from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor, list_stream_readers
 from shardscope.memory.activations.modules.selective_recompute import compute_int8_inputs
 from shardscope.memory.state.stages import count_layer_weights
@@ -515,39 +521,3 @@ class _Layer:
             inputs = 3 * width.query if passes_mask(arch, modules) else width.inputs
             gradients = (width.output + inputs) * c
         return ceil_div(gradients, self.shards.tp)
-
-
-def get_expert_row_widths(arch: Architecture, modules: Modules) -> tuple[int, int]:
-    """Return bytes per element of expert rows, and of weighted rows: most routers' weights are fp32.
-
-    Grouped matmuls are not autocast: they run in the weights' dtype.
-    """
-    width = modules.stream
-    return width, width if find_family(arch).casts_router_weights else FP32
-
-
-def compute_weighted_width(arch: Architecture, modules: Modules) -> int:
-    """Return bytes per element of expert rows in the backward of their weighting.
-
-    The gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; and a
-    cast of them if the rows are narrower.
-    """
-    width, weighted = get_expert_row_widths(arch, modules)
-    return 3 * weighted + (width if width < weighted else 0)
-
-
-def compute_scores_in_forward(arch: Architecture, modules: Modules, num_scores: int) -> int:
-    """Return bytes of scores alive at once in forward, saved ones included."""
-    c = modules.compute
-    if find_family(arch).has_attention_sinks:
-        return 3 * num_scores * modules.stream
-    return num_scores * (c + FP32 + (c if find_family(arch).has_softcapping else 0) + (c if c < FP32 else 0))
-
-
-def compute_scores_in_backward(arch: Architecture, modules: Modules, num_scores: int) -> int:
-    """Return bytes of gradients of probabilities and softmax, less the freed cast of the probabilities."""
-    if find_family(arch).has_attention_sinks:
-        # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
-        # added.
-        return 2 * num_scores * modules.stream
-    return num_scores * (modules.compute + FP32)

@@ -1,0 +1,120 @@
+"""Sizes of activations that ZeRO's peak candidates need (``peaks.py``), as transformers' modules run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.core.ops import ceil_div, map_distinct
+from shardscope.core.precision import FP32
+from shardscope.families.parameter_names import list_mlp_inputs, list_parameter_names
+from shardscope.frameworks.deepspeed.memory.partition_parameters import shards_tied_head
+from shardscope.memory.activations.forward import compute_layer_activations, compute_unsaved_at_start
+from shardscope.memory.activations.head import resolve_loss
+from shardscope.memory.activations.largest_layer import compute_layer_backward
+from shardscope.memory.activations.modules.attention import compute_saved_scores
+
+if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
+    from shardscope.core.plan import Plan
+    from shardscope.memory.activations.modules.saved_tensors import Modules
+    from shardscope.memory.state.stages import Stage
+
+
+class ActivationSizes(NamedTuple):
+    """Sizes on one rank that only some peak candidates of backward need, in bytes unless noted."""
+
+    logits: int
+    """Gradient of the logits in the compute type; 0 if the logits are never materialized whole."""
+    first_norm: int
+    """Input and gradients in a layer's first norm, the last in backward, with the residual stream's."""
+    freed: tuple[int, ...]
+    """Bytes of a dense layer that are freed, compared to the backward of its activation product, when each
+    matrix of its feed-forward gets its gradient."""
+    product: int
+    """Activation product of a dense feed-forward, the input of its down projection."""
+    down_projection: int
+    """Elements of the down projection, whose gradient is computed while the product is still alive."""
+    adapts_down: bool
+    """Whether the down projection has an adapter, which then has the first gradient in backward."""
+    adapter_inputs: int
+    """Gradients of the stream and of the adapters' inputs in a dense layer, on top of its saved tensors; 0
+    unless the feed-forward's first matrices have adapters and the down projection has none."""
+    unsaved: int
+    """Tensors that the first layer with adapters does not save when it is recomputed."""
+    num_layers: int
+    """Number of layers of the stage."""
+    peaks_in_scores: bool
+    """Whether a layer's maximum is in attention, with materialized scores, and not in its feed-forward."""
+    has_scores: bool
+    """Whether attention scores are materialized."""
+    fetches_one_by_one: bool
+    """Whether offloaded activations are fetched one by one: only transformers' modules are modelled so; for
+    others all are counted at once."""
+    attention: int
+    """Saved tensors of one layer before its feed-forward."""
+    interval: int
+    """One of this many layers is recomputed or offloaded; 1: all or none."""
+
+
+def compute_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> ActivationSizes:
+    """Return the sizes of ``stage``, operator by operator, as transformers' modules run."""
+    arch = plan.architecture
+    recipe, tp = plan.recipe, plan.degrees.tp
+    tokens = recipe.micro_batch_size * recipe.seq_len
+    vocab = ceil_div(arch.vocab_size, tp if shards_tied_head(arch) else 1)
+    has_whole_logits = resolve_loss(plan) == "full"
+    layer = compute_layer_backward(arch, False, modules)
+    feed_forward, inner = layer.at_product - layer.stream_gradient, arch.intermediate_size * modules.compute
+    # Materialized scores may be larger than the feed-forward's activations.
+    has_scores = compute_saved_scores(arch, modules) > 0
+    peaks_in_scores = has_scores and feed_forward > (2 if arch.gated_mlp else 3) * inner
+    # What the feed-forward has freed at the gradient of its down, up and gate projection.
+    if arch.gated_mlp:
+        has_fused_gate_up = list_parameter_names(arch).fused_gate_up is not None
+        freed_later = (2 * inner,) if has_fused_gate_up else (inner, 3 * inner)
+    else:
+        freed_later = (inner,)
+    freed = tuple(ceil_div(tokens * (feed_forward + inputs), tp) for inputs in (0, *freed_later))
+    # The norm's input, and x^2's gradient in plain operations: of those four and what they start from.
+    stream = arch.hidden_size * modules.stream
+    in_norm = 3 * stream
+    if arch.norm == "rmsnorm" and modules.kernels == "transformers":
+        in_norm = 6 * arch.hidden_size * FP32
+    layer_input = stream if recipe.recompute == "full" else 0
+    recomputes = recipe.recompute in ("full", "selective")
+    adapter_inputs = stream + 2 * arch.hidden_size * modules.compute
+    return ActivationSizes(
+        logits=tokens * vocab * modules.compute * has_whole_logits * stage.is_last,
+        first_norm=tokens * (stream + in_norm + layer_input),
+        freed=freed,
+        product=ceil_div(tokens * inner, tp),
+        down_projection=ceil_div(arch.intermediate_size * arch.hidden_size, tp),
+        adapts_down=list_parameter_names(arch).down in (modules.targets or ()),
+        adapter_inputs=tokens * adapter_inputs * _adapts_only_mlp_inputs(arch, modules),
+        num_layers=stage.num_layers,
+        peaks_in_scores=peaks_in_scores,
+        has_scores=has_scores,
+        fetches_one_by_one=_fetches_one_by_one(plan, modules),
+        attention=tokens * map_distinct(lambda tp: _compute_attention_bytes(arch, modules, tp), tp),
+        interval=recipe.recompute_interval if recipe.recompute != "none" else 1,
+        unsaved=tokens * map_distinct(lambda tp: compute_unsaved_at_start(arch, modules, tp, 1), tp)
+        if recomputes
+        else 0,
+    )
+
+
+def _adapts_only_mlp_inputs(arch: Architecture, modules: Modules) -> bool:
+    if modules.targets is None or list_parameter_names(arch).down in modules.targets:
+        return False
+    return not set(modules.targets).isdisjoint(list_mlp_inputs(arch))
+
+
+def _fetches_one_by_one(plan: Plan, modules: Modules) -> bool:
+    """Return whether offloaded activations are modelled one by one: those of transformers' modules."""
+    return plan.recipe.recompute == "offload" and plan.on_gpu and modules.kernels == "transformers"
+
+
+def _compute_attention_bytes(arch: Architecture, modules: Modules, tp: int) -> int:
+    """Return the bytes per token saved by attention and by the norms before it, half of a layer's norms."""
+    layer = compute_layer_activations(arch, arch.num_moe_layers > 0, modules, "none", tp, 1)
+    return layer.attention + layer.norms // 2
