@@ -231,7 +231,7 @@ def test_fault_77_78_the_kernel_is_killed(slurm: TwoNodeSlurm, tmp_path: Path) -
         "SLURM_NTASKS": "1",
         "SLURM_NNODES": "1",
         "SLURM_JOB_PARTITION": "urgent",
-        "SBATCH_QOS": "x",
+        "SLURM_JOB_QOS": "x",
     }
     environment = {**os.environ, **allocation, "SLURM_RESTART_COUNT": "7"}
     kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)

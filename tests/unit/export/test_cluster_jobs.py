@@ -108,6 +108,29 @@ def test_the_sbatch_file_passes_its_environment_on_at_sites_that_export_none(
     assert lines == ["all"]
 
 
+@pytest.mark.parametrize(("cluster", "nodes"), [("2x8xh100-sxm-80gb", "1"), ("8xh100-sxm-80gb", "2")])
+def test_the_sbatch_file_ends_on_another_number_of_nodes(cluster: str, nodes: str, tmp_path: Path) -> None:
+    """``sbatch --nodes=1`` waited for the other node, and ``--nodes=2`` trained the same plan twice."""
+    build_plan(LAYOUTS["ddp"], cluster).export(tmp_path)
+    variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": nodes}
+    done = subprocess.run(
+        ["bash", "job.sbatch"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "the plan needs --nodes=" in done.stderr
+
+
+def test_the_sbatch_file_stays_in_the_folder_of_chdir(tmp_path: Path) -> None:
+    """It changed to the folder in which sbatch was called, which has no train.py."""
+    build_plan(LAYOUTS["ddp"], "8xh100-sxm-80gb").export(tmp_path)
+    write_program(tmp_path / "bin", "srun", "pwd\n")
+    assert run_bash(tmp_path, "job.sbatch", SLURM_SUBMIT_DIR="/") == [str(tmp_path)]
+
+
 def test_the_sbatch_file_of_one_node_opens_no_port_to_others(tmp_path: Path) -> None:
     build_plan(LAYOUTS["ddp"], "2xcpu").export(tmp_path)
     write_program(tmp_path / "bin", "srun", 'echo "$SRUN_CPUS_PER_TASK"; printf "%s\\n" "$@"\n')
@@ -178,6 +201,27 @@ def test_the_sky_task_starts_torchrun_with_skypilots_addresses(tmp_path: Path) -
     assert lines[-3:] == ["train.py", "--steps", "50"]
 
 
+def test_options_of_the_sky_task_are_quoted_as_in_a_shell(tmp_path: Path) -> None:
+    """A path with a space became two options."""
+    build_plan(LAYOUTS["ddp"], "8xh100-sxm-80gb").export(tmp_path)
+    command = yaml.safe_load((tmp_path / "sky.yaml").read_text())["run"]
+    write_program(tmp_path / "bin", "torchrun")
+    options = ["--text", '/data/Ärger "a" it\'s $HOME *.txt', "--steps", "3"]
+    lines = run_bash(tmp_path, "-c", command, OPTIONS=shlex.join(options))
+    assert lines[lines.index("train.py") + 1 :] == options
+    # Nothing is trained with options that cannot be read.
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env={"PATH": path, "OPTIONS": "--text it's.txt"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode and not done.stdout and "unexpected EOF" in done.stderr
+
+
 @thorough()
 @pytest.mark.parametrize(
     ("cluster", "read"),
@@ -223,6 +267,53 @@ def test_the_ray_command_submits_the_folder_and_the_ranks_environment(tmp_path: 
     assert environment == {"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
     assert lines[lines.index("--") :] == ["--", "python", "ray_nodes.py", "train.py", "--steps", "3"]
     compile((tmp_path / "ray_nodes.py").read_text(), "ray_nodes.py", "exec")
+
+
+FAKE_RAY = """
+init = lambda: None
+get = lambda value: value
+wait = lambda values: (values[:1], values[1:])
+
+class Handle:
+    def __init__(self, function):
+        self.remote = function
+
+def remote(node_class):
+    def create():
+        node = node_class()
+        return type("Actor", (), {"find_endpoint": Handle(node.find_endpoint), "run": Handle(node.run)})
+    handle = Handle(create)
+    handle.options = lambda **_: handle
+    return handle
+"""
+"""A Ray of one process, in place of the package."""
+
+
+@pytest.mark.parametrize("join", [subprocess.list2cmdline, shlex.join])
+def test_options_of_the_ray_job_reach_train_py_unchanged(join: Any, tmp_path: Path) -> None:
+    """Before 2.56 Ray joined arguments as Windows does, and the job's shell replaced $ and quotes."""
+    build_plan(LAYOUTS["ddp"], "2xcpu").export(tmp_path)
+    write_program(tmp_path / "bin", "ray")
+    options = ["--text", '/data/Ärger "a" it\'s $HOME 50%41 *.txt', "--steps", "3", "--save", ""]
+    printed = run_bash(tmp_path, "ray_job.sh", *options)
+    entrypoint = join(printed[printed.index("--") + 1 :])
+    # In the job: a torchrun that prints its arguments, and a Ray of one process.
+    for name, text in {
+        "ray/__init__.py": FAKE_RAY,
+        "ray/util/__init__.py": 'get_node_ip_address = lambda: "10.0.0.1"\n',
+        "ray/util/placement_group.py": "class placement_group:\n    __init__ = lambda *_, **__: None\n"
+        "    wait = lambda *_: True\n",
+        "ray/util/scheduling_strategies.py": "PlacementGroupSchedulingStrategy = lambda **_: None\n",
+        "torch/__init__.py": "",
+        "torch/distributed/__init__.py": "",
+        "torch/distributed/run.py": "import json, sys\nprint(json.dumps(sys.argv), flush=True)\n",
+    }.items():
+        (tmp_path / "modules" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "modules" / name).write_text(text)
+    write_program(tmp_path / "bin", "python", f'exec {shlex.quote(sys.executable)} "$@"\n')
+    (line,) = run_bash(tmp_path, "-c", entrypoint, PYTHONPATH=str(tmp_path / "modules"))
+    arguments = json.loads(line)
+    assert arguments[arguments.index("train.py") + 1 :] == options
 
 
 @pytest.mark.parametrize("name", JOBS)

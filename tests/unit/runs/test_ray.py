@@ -128,6 +128,17 @@ def test_an_address_where_nothing_listens_is_refused_at_once(
     assert refused.value.field == field and "Connection refused" in str(refused.value), str(refused.value)
 
 
+def test_a_refusal_of_ray_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest fix of a runtime environment that Ray cannot set up was "ss.Ray(...)"."""
+    monkeypatch.setattr(ray_submission.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(ray_submission, "_check_head", lambda target: None)
+    answer = ["echo", '{"error": "RuntimeEnvSetupError: no virtualenv"}']
+    monkeypatch.setattr(ray_submission, "build_module_command", lambda module: answer)
+    with pytest.raises(FieldError, match="no virtualenv") as refused:
+        ray_submission.RayConnection(ss.Ray(), inspects=True)
+    assert "change" in refused.value.fix
+
+
 def test_the_kernel_does_not_import_ray() -> None:
     code = (
         "import shardscope as ss, sys; ss.Ray(); import shardscope.runs.launch.launch;"

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 import time
@@ -76,6 +77,12 @@ def make_plan(cluster: str) -> ss.Plan:
         ({"extra": {"mem": "1\n2"}}, "Slurm.extra['mem']"),
         ({"extra": {"exclude": ["n1", "n2"]}}, "Slurm.extra['exclude']"),
         ({"extra": {"exclusive": False}}, "Slurm.extra['exclusive']"),
+        ({"extra": {"gres": "lscratch:100,gpu:a100:2"}}, "Slurm.extra['gres']"),
+        ({"extra": {"cpus_per_gpu": "all"}}, "Slurm.extra['cpus_per_gpu']"),
+        # With these sbatch prints no id of a job, or only when the job has ended.
+        ({"extra": {"parsable": True}}, "Slurm.extra"),
+        ({"extra": {"test-only": True}}, "Slurm.extra"),
+        ({"extra": {"wait": True}}, "Slurm.extra"),
     ],
 )
 def test_invalid_fields_raise(fields: dict[str, Any], field: str) -> None:
@@ -106,6 +113,17 @@ def test_the_nearest_fix_is_what_the_value_most_likely_means(fields: dict[str, A
     with pytest.raises(FieldError) as refused:
         ss.Slurm(**fields)
     assert str(refused.value).endswith(f"Nearest fix: {fix}.")
+
+
+def test_a_python_whose_path_is_not_quoted_has_the_quoted_one_as_fix(tmp_path: Path) -> None:
+    """The job failed: the nodes had no /shared/my."""
+    python = tmp_path / "my env's" / "python"
+    write_command(python.parent, python.name, "")
+    with pytest.raises(FieldError, match=r"Slurm\.python") as refused:
+        ss.Slurm(python=str(python))
+    fix = refused.value.fix_values
+    assert fix is not None and shlex.split(str(fix["python"])) == [str(python)]
+    assert ss.Slurm(python=str(fix["python"])).python == fix["python"]
 
 
 def test_valid_fields_survive_pickling() -> None:
@@ -196,9 +214,66 @@ def test_fault_77_an_allocation_around_the_kernel_is_not_passed_on() -> None:
     assert clean_environment(environment) == {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
 
 
-def test_the_account_of_the_environment_pays_for_the_job() -> None:
-    """It was removed with the variables of an allocation, and the user's default account paid."""
-    assert clean_environment({"SBATCH_ACCOUNT": "physics"}) == {"SBATCH_ACCOUNT": "physics"}
+SBATCH_VARIABLES = {
+    "SBATCH_ACCOUNT": "physics",
+    "SBATCH_QOS": "high",
+    "SBATCH_TIMELIMIT": "1:30:00",
+    "SBATCH_RESERVATION": "school",
+    "SBATCH_MEM_PER_NODE": "64G",
+    "SBATCH_EXPORT": "NONE",
+    "SBATCH_NODES": "7",
+}
+
+
+def submit_with_variables(
+    monkeypatch: pytest.MonkeyPatch, commands: Path, target: ss.Slurm, folder: Path
+) -> tuple[str, dict[str, Any]]:
+    """Return the script that sbatch gets and its environment. sbatch lets the latter override the former."""
+    for name, value in SBATCH_VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    write_command(commands, "sbatch", f"cp $1 {commands}/job; env > {commands}/env; echo batch job 7\n")
+    ss.launch(make_plan("2x1xcpu"), print, on=target, folder=folder, name="a", force=True)
+    lines = (commands / "env").read_text().splitlines()
+    passed = {name for name, _, _ in (line.partition("=") for line in lines) if name.startswith("SBATCH_")}
+    assert not passed
+    return (commands / "job").read_text(), json.loads((folder / "a" / "run.json").read_text())
+
+
+def test_sbatch_variables_are_used_for_what_the_target_leaves_open(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They were removed with the variables of an allocation: SBATCH_QOS and the like had no effect."""
+    script, description = submit_with_variables(monkeypatch, commands, ss.Slurm(), tmp_path / "runs")
+    for option in ("account=physics", "qos=high", "time=90", "reservation=school", "mem=64G", "nodes=2"):
+        assert f"#SBATCH --{option}\n" in script
+    # A resumed run is submitted with them from another environment, too.
+    assert description["on"]["fields"]["account"] == "physics"
+
+
+def test_fields_of_the_target_are_used_before_sbatch_variables(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """sbatch took SBATCH_ACCOUNT even if ``ss.Slurm(account=)`` named another project."""
+    extra = {"reservation": "exam", "mem_per_cpu": "2G"}
+    target = ss.Slurm(account="chemistry", qos="low", time=5, extra=extra)
+    script, _ = submit_with_variables(monkeypatch, commands, target, tmp_path / "runs")
+    for option in ("account=chemistry", "qos=low", "time=5", "reservation=exam", "mem-per-cpu=2G"):
+        assert f"#SBATCH --{option}\n" in script
+    assert "--mem=" not in script and "physics" not in script
+
+
+def test_a_wrong_sbatch_variable_is_named(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "forever")
+    with pytest.raises(FieldError, match=r"SBATCH_TIMELIMIT is 'forever'.*unset SBATCH_TIMELIMIT"):
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), force=True)
+
+
+def test_a_job_whose_id_is_not_understood_is_cancelled(commands: Path, tmp_path: Path) -> None:
+    """Such as by a site's own sbatch: the launch raised, and the job ran on without a run."""
+    write_command(commands, "sbatch", "echo 7\n")
+    with pytest.raises(FieldError, match=r"launch\.on"):
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), name="a", folder=tmp_path / "runs", force=True)
+    assert (commands / "cancelled").read_text().startswith("--name=shardscope-a-")
 
 
 def test_the_job_has_no_wckey_of_submitit(tmp_path: Path) -> None:
@@ -241,6 +316,18 @@ def test_parameters_follow_the_plan(tmp_path: Path) -> None:
     # Half of the node's GPUs, so half of its cores.
     assert additional["gres"] == "gpu:a100:4" and additional["cpus-per-task"] == 32
     assert additional["no-requeue"] is True and additional["mem"] == "64G"
+
+
+def test_other_resources_and_cores_per_gpu_are_added_to_the_plans(tmp_path: Path) -> None:
+    """Local disks were refused, and Slurm refused cores per GPU beside those per task."""
+    plan, target = make_plan("2x4xa100-sxm-80gb"), ss.Slurm(extra={"gres": "lscratch:100", "cpus-per-gpu": 3})
+    parameters = build_parameters(RunFolder(tmp_path), plan, target, PARTITION, starts_again=False)
+    assert parameters["additional_parameters"] == {
+        "no-requeue": True,
+        "gres": "gpu:a100:4,lscratch:100",
+        "cpus-per-task": 12,
+    }
+    assert parameters["srun_args"] == ["--cpus-per-task=12"]
 
 
 @pytest.mark.parametrize(

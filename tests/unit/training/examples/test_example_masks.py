@@ -202,8 +202,16 @@ def test_rows_that_are_all_refused_by_the_template_are_reported_with_its_reason(
     refusal = "{{ raise_exception('System role not supported') }}"
     strict = f"{{% if messages[0]['role'] == 'system' %}}{refusal}{{% endif %}}"
     rows = [{"system": "Be brief.", "prompt": "Who?", "completion": "Ahab"}] * 20
-    with pytest.raises(ValueError, match=r"20 rows, all malformed.*Row 1: .*System role not supported"):
+    with pytest.raises(ValueError, match=r"20 rows, all malformed.*Row 1, .*System role not supported"):
         check_rows_left(rows, strict + CHATML, "skip")
+
+
+def test_rows_with_one_reason_are_named_together() -> None:
+    """The error had the reason once for each of the first five rows."""
+    rows = [{"prompt": "Who?", "completion": ""}] * 3 + [{"prompt": "", "completion": "Ahab"}]
+    with pytest.raises(FieldError, match=r"Row 1, row 2 and row 3: .*; row 4: ") as caught:
+        check_rows_left(rows, CHATML, "skip")
+    assert str(caught.value).count("completion is empty") == 1
 
 
 # Mistakes of a template, and the name of the error that Jinja or Python raises for each.
@@ -390,7 +398,7 @@ def test_rows_that_never_bear_loss_are_refused_unless_all_bad_rows_are_skipped()
         shown = preview_rows(rows, create_tokenizer(unmarked), bad_rows=bad_rows)
         assert shown.refusal is not None
         assert "2 rows without a token that bears loss" in str(shown.refusal)
-        assert "Row 1: no token of it bears loss; row 2: no token" in str(shown.refusal)
+        assert "Row 1 and row 2: no token of it bears loss" in str(shown.refusal)
     with pytest.raises(ValueError, match="no token of it bears loss"):
         preview_rows(rows, create_tokenizer(unmarked), bad_rows="skip")
 

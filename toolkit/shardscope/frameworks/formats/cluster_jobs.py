@@ -22,6 +22,17 @@ GPU_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
 """Kubernetes's names of GPUs, by vendor: those of the vendors' device plugins."""
 FOLDER = "/workspace/train"
 """Where the files are in a pod."""
+ENCODE_ARGUMENTS = f"""\
+# Before 2.56 Ray does not quote an argument for the job's shell; {RAY_PROGRAM} decodes it.
+arguments=()
+for argument in "$@"; do
+  if [[ $argument == *[!A-Za-z0-9/._=:,@+-]* ]]; then
+    argument=$(printf %s "$argument" | od -An -v -tx1 | tr -d '\\n' | tr ' ' %)
+  fi
+  arguments+=("$argument")
+done
+"""
+"""Lines that percent-encode all bytes of an argument that a shell would change."""
 SKY_NAMES = {
     "a10-24gb": "A10",
     "a100-sxm-40gb": "A100",
@@ -168,11 +179,13 @@ def _render_sky_task(
         "workdir": ".",
         "envs": {"OPTIONS": "--steps 50", **variables},
         "setup": f"{_render_install(packages)}\n",
-        "run": f"torchrun {arguments} {script} $OPTIONS\n",
+        # Parsed as a command line, in which a path with a space is quoted; without a quote that ends, no run.
+        "run": f'eval "options=($OPTIONS)" || exit\ntorchrun {arguments} {script} "${{options[@]}}"\n',
     }
     header = render_header(
         plan,
-        f"SkyPilot's GPU names do not tell SXM from PCIe. OPTIONS are those of {script}.",
+        f"SkyPilot's GPU names do not tell SXM from PCIe. OPTIONS are those of {script}, quoted as in a "
+        """shell: --env "OPTIONS=--text '/data/my text.txt'".""",
         *_list_torch_notes(plan, "resources.image_id"),
         _describe_storage("Each machine has a disk of its own, and sky down deletes it"),
     )
@@ -197,7 +210,8 @@ def _render_ray_job(
         _describe_storage("The job runs in copies of it, which Ray deletes"),
     )
     text = "#!/usr/bin/env bash\n" + header + 'set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")"\n'
-    submit = f'exec ray job submit --working-dir .{options} -- python {RAY_PROGRAM} {script} "$@"\n'
+    program_and_options = f'python {RAY_PROGRAM} {script} "${{arguments[@]}}"'
+    submit = f"{ENCODE_ARGUMENTS}exec ray job submit --working-dir .{options} -- {program_and_options}\n"
     program = resources.files("shardscope.frameworks.formats") / RAY_PROGRAM
     return [
         Exported(

@@ -141,6 +141,19 @@ def _render_torchrun(plan: Plan, program: str, needs: str, environment: str) -> 
     )
 
 
+def _render_node_check(nodes: int) -> str:
+    """Return lines that end the job on another number of nodes than the plan's, given to sbatch say.
+
+    torchrun would wait for the others, or train once on each node.
+    """
+    return (
+        f"if ((${{SLURM_JOB_NUM_NODES:-{nodes}}} != {nodes})); then\n"
+        f'  echo "the plan needs --nodes={nodes}, and the job has $SLURM_JOB_NUM_NODES" >&2\n'
+        "  exit 1\n"
+        "fi\n"
+    )
+
+
 def _render_sbatch(plan: Plan, program: str, needs: str, environment: str) -> str:
     nodes, per_node = plan.cluster.num_nodes, plan.cluster.gpus_per_node
     options = [
@@ -158,10 +171,9 @@ def _render_sbatch(plan: Plan, program: str, needs: str, environment: str) -> st
     # srun(1), --kill-on-bad-exit: otherwise the other nodes' ranks wait in a collective for those of a node
     # whose torchrun has failed, and the job keeps all nodes until its time limit.
     srun = "srun --kill-on-bad-exit=1" if nodes > 1 else "srun"
-    # SLURM_SUBMIT_DIR and not the script's folder: Slurm runs a copy of the script from its spool directory.
     sentences = [
-        "Submit it from this folder. Partition, account and time limit depend on the cluster: pass them to "
-        "sbatch.",
+        "Submit it from this folder, or with --chdir=FOLDER. Partition, account and time limit depend on the "
+        "cluster: pass them to sbatch.",
         *([SHARE_NODES] if plan.on_gpu else []),
         *([needs] if needs else []),
     ]
@@ -179,7 +191,9 @@ def _render_sbatch(plan: Plan, program: str, needs: str, environment: str) -> st
         SHELL
         + "".join(f"#SBATCH {option}\n" for option in options)
         + render_header(plan, *sentences)
-        + 'set -euo pipefail\ncd "${SLURM_SUBMIT_DIR:?submit it with sbatch}"\n'
+        # No cd: Slurm runs a copy of the script from its spool directory, in the folder of sbatch or --chdir.
+        + 'set -euo pipefail\n: "${SLURM_SUBMIT_DIR:?submit it with sbatch}"\n'
+        + _render_node_check(nodes)
         + PASS_ENVIRONMENT
         + find_head
         + ("" if plan.on_gpu else INHERIT_CPUS)

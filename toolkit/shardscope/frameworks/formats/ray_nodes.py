@@ -4,7 +4,8 @@
 
 Shardscope's ``plan.export(folder)`` wrote this file, and the ``plan.json`` that it reads. It imports Ray and
 nothing of Shardscope. A placement group reserves the plan's GPUs, on as many nodes as the plan has; Ray makes
-only these visible. torchrun starts the ranks of its node, as everywhere else.
+only these visible. torchrun starts the ranks of its node, as everywhere else. Arguments may be
+percent-encoded, as ray_job.sh does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import ray
 from ray.util.placement_group import placement_group
@@ -51,7 +53,7 @@ class Node:
 def main() -> None:
     """Start the nodes, and exit with the first failure."""
     plan = json.loads((Path(__file__).parent / "plan.json").read_text(encoding="utf-8"))
-    cluster, script = plan["cluster"], sys.argv[1:]
+    cluster, script = plan["cluster"], [unquote(argument) for argument in sys.argv[1:]]
     num_nodes, per_node = cluster["num_nodes"], cluster["gpus_per_node"]
     on_gpu = cluster["gpu"]["vendor"] != "cpu"
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
-from shardscope.core.errors import Value, find_similar, refuse
+from shardscope.core.errors import FieldError, Value, find_similar, refuse
 from shardscope.records.json_values import is_int
 from shardscope.records.redaction import redact
 from shardscope.runs.backends.ray.target import Ray
@@ -28,15 +30,37 @@ DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([mhd])[a-z]*", re.IGNORECASE)
 MAX_MINUTES = 525_600
 SIGNAL = re.compile(r"USR2@(\d{1,5})")
 """The signal before the time limit; only its time is the user's choice."""
+GPU_RESOURCE = re.compile(r"(?:^|,)\s*(?:gres[/:])?gpu\b")
+"""A GPU in a list of generic resources."""
+PLAIN_PATH = re.compile(r"[\w@%+=:,./-]+")
+"""A path that a shell does not change."""
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """Characters that end a line or change a terminal."""
 OWN_FIELDS = ("partition", "account", "qos", "time", "constraint")
 SET_BY_LAUNCH = frozenset({
-    *("array", "chdir", "error", "export", "gres", "gpus", "gpus-per-node", "gpus-per-task", "input"),
-    *("job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue"),
-    "wrap",
+    *("array", "chdir", "error", "export", "gpus", "gpus-per-node", "gpus-per-task", "input", "job-name"),
+    *("no-requeue", "nodes", "ntasks", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-node"),
+    *("ntasks-per-socket", "open-mode", "output", "requeue", "wrap"),
+    # What sbatch does and prints: the launch needs the id of one job of this cluster, at once.
+    *("cluster", "clusters", "help", "parsable", "test-only", "usage", "version", "wait"),
 })  # fmt: skip
 """Options of sbatch that the launch sets, from the plan and the run folder."""
+ENVIRONMENT_OPTIONS = {
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_QOS": "qos",
+    "SBATCH_TIMELIMIT": "time",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_WCKEY": "wckey",
+    "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
+    "SBATCH_MEM_PER_GPU": "mem-per-gpu",
+}
+"""Options that sbatch reads from the environment (sbatch(1)), and that neither the plan nor the run decides.
+No allocation sets these variables for its jobs."""
+MEMORY = frozenset({"mem", "mem-per-cpu", "mem-per-gpu"})
+"""Options of which a job takes one."""
 MAX_LINES = 1000
 
 
@@ -49,15 +73,16 @@ class Slurm:
     """
 
     partition: str | None = None
-    """Partition; None: the cluster's default."""
+    """Partition; None: SBATCH_PARTITION of the environment, or the cluster's default."""
     account: str | None = None
     """Account that is charged; None: SBATCH_ACCOUNT of the environment, or your default account."""
     qos: str | None = None
-    """Quality of service."""
+    """Quality of service; None: SBATCH_QOS of the environment, or Slurm's default."""
     time: int | str | None = None
-    """Time limit in minutes, or as Slurm writes it ("2:00:00", "1-12"); None: the partition's default."""
+    """Time limit in minutes, or as Slurm writes it ("2:00:00", "1-12"); None: SBATCH_TIMELIMIT of the
+    environment, or the partition's default."""
     constraint: str | None = None
-    """Node features, as sbatch's ``--constraint`` takes them."""
+    """Node features, as sbatch's ``--constraint`` takes them; None: SBATCH_CONSTRAINT of the environment."""
     setup: Sequence[str] = ()
     """Lines of shell before Python starts: ``module load cuda``. All nodes get their environment."""
     python: str | None = None
@@ -79,13 +104,16 @@ class Slurm:
         object.__setattr__(self, "setup", tuple(self.setup))
         if self.python is not None:
             _check_line("python", self.python)
+            if not PLAIN_PATH.fullmatch(self.python) and Path(self.python).is_file():
+                allowed = "a command as a shell reads it; this path has characters that are quoted there"
+                refuse("Slurm.python", self.python, allowed, Value(shlex.quote(self.python)))
         self._check_extra()
 
     @staticmethod
     def inventory(
         partition: str | None = None, gpu: str | None = None, *, only_idle: bool = False
     ) -> Cluster:
-        """Return a partition (None: the default one) as a cluster of its nodes.
+        """Return a partition (None: SBATCH_PARTITION, or the default one) as a cluster of its nodes.
 
         Of nodes with different GPUs only those with the most frequent type and number count. ``gpu`` is the
         catalogue's name of the GPU type, needed where Slurm's name of it is ambiguous: "a100"
@@ -114,9 +142,14 @@ class Slurm:
             if option in SET_BY_LAUNCH:
                 fix = f"leave {name} out"
                 refuse("Slurm.extra", name, "options that neither the plan nor the run decides", fix)
+            if option == "gres" and (not isinstance(value, str) or GPU_RESOURCE.search(value)):
+                allowed = "resources other than GPUs, which are the plan's"
+                refuse("Slurm.extra['gres']", value, allowed, f"leave {name} out")
             if option == "signal" and not (isinstance(value, str) and SIGNAL.fullmatch(value)):
                 allowed = "USR2@<seconds before the time limit>, the time to save a checkpoint"
                 refuse("Slurm.extra['signal']", value, allowed, Value("USR2@300"))
+            if option == "cpus-per-gpu" and not re.fullmatch(r"[1-9]\d*", str(value)):
+                refuse(f"Slurm.extra[{name!r}]", value, "a whole number from 1 on", Value(8))
             if value is True or is_int(value):
                 continue
             if not isinstance(value, str):
@@ -134,6 +167,31 @@ class Slurm:
 
 def _restore(fields: dict[str, object]) -> Slurm:
     return Slurm(**fields)  # type: ignore[arg-type]
+
+
+def read_environment(target: Slurm, environment: Mapping[str, str]) -> Slurm:
+    """Return ``target`` with sbatch's variables of ``environment`` for what it leaves open.
+
+    sbatch itself would let them override the job script. Raises ``ValueError`` that names the variable if its
+    value is none of ``Slurm``.
+    """
+    extra = {name.replace("_", "-") for name in target.extra}
+    for variable, option in ENVIRONMENT_OPTIONS.items():
+        value = environment.get(variable)
+        if not value:
+            continue
+        is_field = option in OWN_FIELDS
+        is_set = getattr(target, option) is not None if is_field else option in extra
+        if is_set or (option in MEMORY and extra & MEMORY):
+            continue
+        try:
+            changes = {option: value} if is_field else {"extra": {**target.extra, option: value}}
+            target = replace(target, **changes)
+        except FieldError as error:
+            wanted = f"{option}=..." if is_field else f"extra={{{option!r}: ...}}"
+            fix = f"unset {variable}, or ss.Slurm({wanted})"
+            refuse(f"the environment variable {variable}", redact(value), error.allowed, fix)
+    return target
 
 
 def check_target(value: object) -> Slurm | Ray | None:

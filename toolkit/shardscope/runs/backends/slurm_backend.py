@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,12 @@ from shardscope.records.folder import NODES, RunFolder, Status
 from shardscope.runs.backends.cluster_run import describe_cluster_run, refuse_nsys
 from shardscope.runs.backends.kernel_watch import KernelWatch
 from shardscope.runs.backends.next_attempt import may_start_again
+from shardscope.runs.backends.slurm import Slurm, read_environment
 from shardscope.runs.backends.slurm_job import SlurmError, cancel
 from shardscope.runs.backends.slurm_submission import check_submission, submit
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.runs.backends.slurm import Slurm
     from shardscope.runs.backends.slurm_submission import Partition
 
 
@@ -34,6 +35,8 @@ class SlurmBackend:
     def check(self, plan: Plan, task: object, parent: Path) -> str:
         """Check that the partition has what the plan needs, and its nodes see ``parent``."""
         refuse_nsys(task, "Slurm")
+        # A resumed run has the same options in another environment.
+        self._target = read_environment(self._target, os.environ)
         self._partition = check_submission(plan, self._target, parent, force=self._force)
         return ""
 

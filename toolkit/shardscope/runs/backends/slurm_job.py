@@ -91,10 +91,10 @@ def run_command(*command: str, seconds: float = SECONDS) -> str:
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment`` without the variables of an allocation in which the kernel may run.
 
-    srun and sbatch take them for options: a job would get the task count of that allocation. SBATCH_ACCOUNT
-    is kept: no allocation sets it, and without it another project would pay for the job.
+    srun and sbatch take them for options: a job would get the task count of that allocation. Options of the
+    user's own, such as SBATCH_ACCOUNT, are in the job script: ``slurm.read_environment``.
     """
-    ours = ("SLURM_CONF", "SLURM_CONF_SERVER", "SBATCH_ACCOUNT")
+    ours = ("SLURM_CONF", "SLURM_CONF_SERVER")
     return {
         name: value
         for name, value in environment.items()

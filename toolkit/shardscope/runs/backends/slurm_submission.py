@@ -28,7 +28,7 @@ from shardscope.runs.backends.nodes import (
     check_nodes,
     is_same_gpu,
 )
-from shardscope.runs.backends.slurm import Slurm, parse_minutes
+from shardscope.runs.backends.slurm import ENVIRONMENT_OPTIONS, Slurm, parse_minutes, read_environment
 from shardscope.runs.backends.slurm_job import (
     SlurmError,
     cancel,
@@ -57,6 +57,8 @@ GRES_GPU = re.compile(r"(?:^|,)gpu(?::([^:(,]+))?:(\d+)(?=[(,]|$)")
 """GPUs of a node in Slurm's spelling: ``gpu:a100:8(S:0-1)`` or ``gpu:8``. A type may begin with a digit:
 ``gpu:4090:8``, ``gpu:1g.10gb:7``."""
 
+REFUSED = "FailedJobError: "
+"""submitit's error if sbatch fails, before all that sbatch wrote."""
 SBATCH_PREFIX = re.compile(r"^sbatch: (?:error: )?")
 PATTERN = re.compile(r"%[0-9A-Za-z%]")
 """What Slurm may replace in the path of a log (sbatch(1), "filename pattern"), such as ``%n``."""
@@ -153,6 +155,8 @@ def select_nodes(records: Iterable[Mapping[str, str]], partition_name: str) -> t
 
 def read_inventory(partition_name: str | None, gpu_name: str | None, *, only_idle: bool) -> Cluster:
     """Return the cluster of :meth:`Slurm.inventory`, which describes the arguments and the errors."""
+    if partition_name is None:
+        partition_name = read_environment(Slurm(), os.environ).partition
     partition = read_partition(partition_name)
     if not partition.nodes:
         refuse("Slurm.partition", partition.name, "a partition with nodes", "another partition")
@@ -184,11 +188,15 @@ def submit(folder: RunFolder, plan: Plan, target: Slurm, partition: Partition, *
     lines = done.stdout.split()
     if done.returncode or not lines or not lines[-1].isdecimal():
         message = _find_message(done.stderr)
+        # sbatch may have submitted it, such as a site's own, whose output submitit does not understand.
+        if REFUSED not in done.stderr and (problem := _cancel_by_name(str(parameters["job_name"]))):
+            message = f"{message}. {problem}"
+        variables = [name for name in ENVIRONMENT_OPTIONS if os.environ.get(name)]
         refuse(
             "launch.on",
             f"partition {partition.name}",
             f"what Slurm accepts; it says: {message}",
-            "in ss.Slurm(...), change what the message names",
+            f"{' or '.join(('in ss.Slurm(...)', *variables))}, change what the message names",
         )
     job_id = lines[-1]
     try:
@@ -297,8 +305,13 @@ def build_parameters(
         # A share of the node's cores, as large as the share of its GPUs.
         most = max(node.count_gpus(cluster.gpu.name) for node in partition.nodes)
         num_cpus = max(1, cores * cluster.gpus_per_node // most)
-    additional["cpus-per-task"] = num_cpus
     extra = {name.replace("_", "-"): value for name, value in target.extra.items()}
+    if (per_gpu := extra.pop("cpus-per-gpu", None)) is not None:
+        # sbatch takes one of the two, and the task has all GPUs of its node.
+        num_cpus = int(per_gpu) * cluster.gpus_per_node
+    additional["cpus-per-task"] = num_cpus
+    if "gres" in extra and "gres" in additional:
+        extra["gres"] = f"{additional['gres']},{extra['gres']}"
     parameters["additional_parameters"] = {**additional, **extra}
     # Since Slurm 22.05 srun does not inherit it from sbatch.
     parameters["srun_args"] = [f"--cpus-per-task={extra.get('cpus-per-task', num_cpus)}"]
@@ -309,7 +322,7 @@ def _find_message(output: str) -> str:
     """Return the lines of sbatch that name the cause, or the last line of Python's output."""
     # submitit raises an error of sbatch's whole output. The last line of it is often general, such as
     # "Unspecified error" after the line of a site's job_submit plugin.
-    _, is_of_sbatch, message = output.rpartition("FailedJobError: ")
+    _, is_of_sbatch, message = output.rpartition(REFUSED)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if not is_of_sbatch:
         lines = lines[-1:]

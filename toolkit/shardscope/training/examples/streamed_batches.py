@@ -21,7 +21,13 @@ from shardscope.training.examples.streamed_rows import (
     list_stream_files,
     open_stream,
 )
-from shardscope.training.examples.token_table import BadRows, RowCounts, check_examples, iterate_encoded
+from shardscope.training.examples.token_table import (
+    BadRows,
+    RowCounts,
+    check_examples,
+    iterate_encoded,
+    name_rows,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -193,12 +199,12 @@ class StreamReader:
             for _, one in encoded
         ]
         if self.counts.num_bad_rows > num_bad == 0:
-            print(f"malformed rows are skipped, such as {self.counts.bad_rows[0]}", flush=True)
+            print(f"malformed rows are skipped, such as {name_rows(self.counts.bad_rows[:1])}", flush=True)
         if self.counts.num_rows_without_loss > num_left_out:
             if arrays or examples.bad_rows == "refuse":  # Another block may have rows to train on.
                 self._check_counts()
             if num_left_out == 0:
-                named = self.counts.rows_without_loss[0]
+                named = name_rows(self.counts.rows_without_loss[:1])
                 print(f"rows without a token that bears loss are left out, such as {named}", flush=True)
         return arrays
 

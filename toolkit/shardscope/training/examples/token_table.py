@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from shardscope.core.errors import FieldError, refuse
+from shardscope.core.number_format import join_list
 from shardscope.training.examples.conversation import ChatTemplateError
 from shardscope.training.examples.encoding import Encoded, Encoder
 from shardscope.training.examples.file_rows import describe_place
@@ -52,8 +53,8 @@ class RowCounts:
     num_truncated_rows: int = 0
     num_truncated_tokens: int = 0
     """Tokens beyond the sequence length, which are never trained on."""
-    bad_rows: list[str] = field(default_factory=list)
-    """The first malformed rows with their reasons, such as "row 3: completion is empty"."""
+    bad_rows: list[tuple[str, str]] = field(default_factory=list)
+    """The first malformed rows, each with its reason, such as ("row 3", "completion is empty")."""
     num_bad_rows: int = 0
     bad_rows_fix: str = ""
     """The fix of the first of them of which the chat template is the cause; else empty."""
@@ -61,8 +62,8 @@ class RowCounts:
     """Rows in which no token bears loss, mostly because truncation cuts off all that do."""
     num_never_with_loss: int = 0
     """Those of them in which no token bears loss without truncation, either."""
-    rows_without_loss: list[str] = field(default_factory=list)
-    """The first of these rows with their reasons, such as "row 3: no token of it bears loss"."""
+    rows_without_loss: list[tuple[str, str]] = field(default_factory=list)
+    """The first of these rows, each with its reason, such as ("row 3", "no token of it bears loss")."""
     longest_without_loss: int = 0
     """Tokens of the longest of these rows, before truncation."""
     lengths_without_loss: list[tuple[int | None, tuple[int, ...]]] = field(default_factory=list)
@@ -88,7 +89,7 @@ class RowCounts:
         self.lengths_without_loss.append((length, tuple(side.length for side in sides)))
         self.longest_without_loss = max(self.longest_without_loss, *self.lengths_without_loss[-1][1])
         if len(self.rows_without_loss) < MAX_NAMED_ROWS:
-            self.rows_without_loss.append(f"{describe_place(rows, index)}: {reason}")
+            self.rows_without_loss.append((describe_place(rows, index), reason))
 
     def skip(self, rows: Rows, index: int, error: ValueError) -> None:
         """Count the row ``index`` of ``rows`` as a malformed one."""
@@ -96,7 +97,7 @@ class RowCounts:
         if isinstance(error, ChatTemplateError):
             self.bad_rows_fix = self.bad_rows_fix or error.fix
         if len(self.bad_rows) < MAX_NAMED_ROWS:
-            self.bad_rows.append(f"{describe_place(rows, index)}: {error}")
+            self.bad_rows.append((describe_place(rows, index), str(error)))
 
     @property
     def needed_lengths(self) -> list[int]:
@@ -107,7 +108,15 @@ class RowCounts:
     def named_rows_without_loss(self) -> str:
         """The first rows without loss and their reasons for messages, with the number of the others."""
         more = self.num_rows_without_loss - len(self.rows_without_loss)
-        return "; ".join(self.rows_without_loss) + (f"; and {more:,} more" if more else "")
+        return name_rows(self.rows_without_loss) + (f"; and {more:,} more" if more else "")
+
+
+def name_rows(rows: Iterable[tuple[str, str]]) -> str:
+    """Return rows with their reasons, such as "row 1 and row 4: text is empty; row 2: text is a number"."""
+    places: dict[str, list[str]] = {}
+    for place, reason in rows:
+        places.setdefault(reason, []).append(place)
+    return "; ".join(f"{join_list(named)}: {reason}" for reason, named in places.items())
 
 
 def _find_length_with_loss(sides: Sequence[Encoded]) -> int | None:
@@ -232,7 +241,7 @@ def find_refusal(
         return None
     if not number:
         # Not in the value, of which an error shows 80 characters.
-        named = "; ".join(counts.bad_rows)
+        named = name_rows(counts.bad_rows)
         return FieldError(
             field,
             f"{count_rows(counts.num_rows)}, all malformed",
@@ -280,7 +289,7 @@ def describe_counts(counts: RowCounts, seq_len: int) -> list[str]:
 
 def describe_skipped_rows(counts: RowCounts) -> str:
     """Return how many malformed rows are skipped, and the first of them with the reasons."""
-    return f"skipped: {count_rows(counts.num_bad_rows, 'malformed row')} ({'; '.join(counts.bad_rows)})"
+    return f"skipped: {count_rows(counts.num_bad_rows, 'malformed row')} ({name_rows(counts.bad_rows)})"
 
 
 def count_rows(number: int, noun: str = "row") -> str:

@@ -33,6 +33,7 @@ from shardscope.training.examples.token_table import (
     count_shared_examples,
     describe_counts,
     iterate_encoded,
+    name_rows,
 )
 from shardscope.training.preferences.pairs import PairBatches
 from shardscope.training.preferences.settings import SIDES, Objective
@@ -113,7 +114,7 @@ def _write_table(
 
 def _refuse_share(rows: FinetuneRows, counts: RowCounts, num_rows: int) -> NoReturn:
     """Raise ``ValueError`` for a validation share of ``num_rows`` rows that has no example."""
-    reasons = "; ".join([*counts.bad_rows, *counts.rows_without_loss][:MAX_NAMED_ROWS])
+    reasons = name_rows([*counts.bad_rows, *counts.rows_without_loss][:MAX_NAMED_ROWS])
     allowed = (
         f"a share that has an example: it draws {count_rows(counts.num_rows)} of {num_rows:,}, and none of "
         f"them can be learned ({reasons})"

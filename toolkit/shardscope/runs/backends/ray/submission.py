@@ -114,7 +114,7 @@ class RayConnection:
             if answer.get("is_address"):
                 fix = "the address of a running cluster, which `ray start` prints"
                 refuse("Ray.address", self.target.address, allowed, fix)
-            refuse("launch.on", self.title, allowed, "ss.Ray(...)")
+            refuse("launch.on", self.title, allowed, "in ss.Ray(...), change what the message names")
         return answer
 
     def _read_line(self, seconds: float) -> bytes:
