@@ -43,8 +43,7 @@ class Diff(Table[DiffRow]):
     """Differences, largest first, and the largest in a sentence."""
 
     def __init__(self, rows: list[DiffRow], text: str) -> None:
-        super().__init__(rows, tuple(get_type_hints(DiffRow)))
-        self.text = text
+        super().__init__(rows, tuple(get_type_hints(DiffRow)), text=text)
 
 
 def compare_traces(trace: Trace, other: Trace) -> Diff:

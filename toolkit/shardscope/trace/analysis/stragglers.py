@@ -50,9 +50,7 @@ class Stragglers(Table[StragglerRow]):
     """The delay of each rank, and the verdict as a sentence."""
 
     def __init__(self, rows: list[StragglerRow], text: str) -> None:
-        super().__init__(rows, tuple(get_type_hints(StragglerRow)))
-        self.text = text
-        """Sentence that names the stragglers, or says that there are none or that it is unknown."""
+        super().__init__(rows, tuple(get_type_hints(StragglerRow)), text=text)
 
 
 def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Stragglers:
