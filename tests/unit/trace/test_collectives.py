@@ -677,6 +677,8 @@ def test_a_slow_rank_without_a_file_makes_no_other_one_a_straggler(
     assert not any(row["is_straggler"] for row in stragglers)
     # Its neighbour waited for it in each layer.
     assert stragglers.text.startswith(f"Stragglers: unknown. Rank {slow ^ 1} arrives")
+    latest = max(stragglers, key=lambda row: row["late_seconds"])
+    assert latest["rank"] == slow ^ 1 and latest["late_seconds"] >= 3e-6
     assert "Load the files of all ranks." in stragglers.text
 
 

@@ -73,7 +73,7 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     steps, step_seconds = list_step_seconds(trace), measure_step(trace)
     min_ns = {rank: MIN_SHARE * step_seconds * 1e9 * steps[rank][1] for rank in trace.ranks}
     rows: list[StragglerRow] = []
-    uncertain: list[StragglerRow] = []
+    uncertain: dict[int, StragglerRow] = {}
     for number, rank in enumerate(trace.ranks):
         late_seconds, p_value = measured.late_ns[number] / 1e9 / steps[rank][1], measured.get_p_value(number)
         # At least half of the delay is certain. The rest may be waits for ranks that were not recorded.
@@ -91,10 +91,12 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
                 row |= {"p_value": certain.get_p_value(number), "is_straggler": True}
             elif uncorrected.is_late(number, min_ns[rank]):
                 late_seconds = uncorrected.late_ns[number] / 1e9 / steps[rank][1]
-                uncertain.append({**row, "late_seconds": float(late_seconds)})
+                p_value = uncorrected.get_p_value(number)
+                uncertain[rank] = {**row, "late_seconds": float(late_seconds), "p_value": p_value}
         rows.append(row)
     if uncertain and not any(row["is_straggler"] for row in rows):
-        latest = max(uncertain, key=lambda row: row["late_seconds"])
+        latest = max(uncertain.values(), key=lambda row: row["late_seconds"])
+        rows = [uncertain.get(row["rank"], row) for row in rows]
         return Stragglers(rows, _describe_uncertain(trace, latest, step_seconds))
     kinds = frozenset(row["kind"] for row in collectives)
     text = _describe_stragglers(rows, measured.num_calls, step_seconds, trace.activity.has_steps, kinds)
