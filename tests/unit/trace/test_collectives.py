@@ -219,6 +219,28 @@ def test_groups_of_gloo_calls_are_inferred_from_ranks_that_leave_together(tmp_pa
     ]
 
 
+@pytest.mark.parametrize("missing", range(4))
+def test_groups_of_gloo_calls_are_inferred_without_a_ranks_file(tmp_path: Path, missing: int) -> None:
+    ranks, info = make_gloo_mesh()
+    del ranks[missing]
+    rows = load_ranks(tmp_path, ranks, info=info | {"world_size": 4}).collectives()
+    axes = {100: "tp", 200: "dp", 1: ""}
+    assert {(row["num_bytes"], row["axis"]) for row in rows} == {(4 * n, axis) for n, axis in axes.items()}
+    together = {
+        tuple(sorted(row["rank"] for row in rows if row["call"] == call))
+        for call in {row["call"] for row in rows} - {-1}
+    }
+    pairs = {pair for pair in [(0, 1), (2, 3), (0, 2), (1, 3)] if missing not in pair}
+    assert together == {*pairs, tuple(sorted(ranks))}
+
+
+def test_one_pair_of_a_mesh_is_in_its_own_group(tmp_path: Path) -> None:
+    """Nothing tells its calls from those of all four ranks, but these are rare."""
+    ranks, info = make_gloo_mesh()
+    rows = load_ranks(tmp_path, {rank: ranks[rank] for rank in (0, 1)}, info=info).collectives()
+    assert {row["axis"] for row in rows if row["num_bytes"] == 400} == {"tp"}
+
+
 def test_groups_of_calls_at_unrelated_times_stay_unknown(tmp_path: Path) -> None:
     """Clocks that differ by more than a call: nothing shows which ranks were together."""
     ranks, info = make_gloo_mesh()

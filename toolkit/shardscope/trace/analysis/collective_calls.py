@@ -248,7 +248,7 @@ def _infer_groups(trace: Trace, calls: list[Call]) -> None:
                     rank: Times(*map(np.concatenate, zip(one, times[other][rank], strict=True)))
                     for rank, one in joined.items()
                 }
-        groups = infer_groups(joined, families, size)
+        groups = infer_groups(joined, families, trace.ranks, size)
         for rank, rank_calls in by_rank.items():
             for call in rank_calls:
                 _leave_group_of_others(call, size, requests, trace.ranks)
