@@ -133,6 +133,14 @@ def test_needed_cells_exist_and_make_what_is_needed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", COURSE, ids=lambda path: path.name)
+def test_what_a_comment_suggests_can_be_called(path: Path) -> None:
+    """Cells like ``answer = ...  # replace(plan, ...)``: learners write what the comment shows."""
+    for cell in read_notebook(path).cells:
+        if cell.cell_type == "code" and re.search(r"# .*\breplace\(", cell.source):
+            assert "import replace" in cell.source or 'replace="Cell' in cell.source, cell.source
+
+
+@pytest.mark.parametrize("path", COURSE, ids=lambda path: path.name)
 def test_learners_notebooks_do_not_touch_the_solutions(path: Path) -> None:
     assert "solutions" not in path.read_text(encoding="utf-8")
 
