@@ -62,6 +62,8 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     compared (Westfall and Young 1993, maxT).
     """
     collectives = collectives or find_collectives(trace)
+    # Delays as far as is known, with all waits in them, with the longest possible waits taken off, and those
+    # of calls before which all waits are known.
     measured, uncorrected, least, certain = (_Delays(trace.ranks) for _ in range(4))
     for ranks, of_calls in _measure_durations(trace, collectives):
         delays = _compute_delays(of_calls.corrected)
