@@ -950,6 +950,8 @@ def test_buttons_and_n_visit_the_matches(open_view: Any, view: TraceView) -> Non
         expect(count).to_have_text(f"match 2 of {view.num_matches}")
         page.keyboard.press("Shift+N")
         expect(count).to_have_text(f"match 1 of {view.num_matches}")
+        page.keyboard.press("Escape")
+        expect(count).to_have_text(f"{view.num_matches} of {len(view.trace):,} slices")
 
 
 def read_details(page: Any, index: int) -> str:

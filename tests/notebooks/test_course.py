@@ -122,12 +122,22 @@ def test_needed_cells_exist_and_make_what_is_needed(path: Path) -> None:
                 for keyword in call.keywords:
                     assert isinstance(keyword.value, ast.Constant)
                     assert keyword.arg in made[keyword.value.value], ast.unparse(call)
+                # After a restart the cell may be the first one to run.
+                assert "from shardscope import teach" in cell.source.partition("teach.needs")[0], cell.source
         names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         names |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
         if match := re.match(r"# (Cell \d+)\n", cell.source):
             assert match[1] not in made
             made[match[1]] = names
     assert needed
+
+
+@pytest.mark.parametrize("path", COURSE, ids=lambda path: path.name)
+def test_what_a_comment_suggests_can_be_called(path: Path) -> None:
+    """Cells like ``answer = ...  # replace(plan, ...)``: learners write what the comment shows."""
+    for cell in read_notebook(path).cells:
+        if cell.cell_type == "code" and re.search(r"# .*\breplace\(", cell.source):
+            assert "import replace" in cell.source or 'replace="Cell' in cell.source, cell.source
 
 
 @pytest.mark.parametrize("path", COURSE, ids=lambda path: path.name)

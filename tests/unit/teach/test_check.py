@@ -24,6 +24,7 @@ from shardscope.teach.exercises import (
     data_parallel,
     memory,
     offload_and_adapters,
+    pipeline,
 )
 
 
@@ -143,6 +144,9 @@ def test_numbers_may_have_units(answer: object) -> None:
         ("05-stored-in-full", "norms, and residuals,"),
         ("05-stored-in-full", "norms/residuals"),
         ("05-stored-in-full", "Norms and residuals."),
+        ("05-stored-in-full", ["norm", "the residuals"]),
+        ("03-exposed-bucket", "the last one"),
+        ("03-exposed-bucket", "Last bucket"),
         ("07-causal-balance", 1.9),
         ("08-lora-parameters", "6.8M"),
         ("08-lora-parameters", "6.8 million parameters"),
@@ -184,8 +188,12 @@ def test_a_unit_of_another_kind_is_no_number(name: str, answer: str) -> None:
 
 
 def test_an_unknown_word_is_named() -> None:
-    text = teach.check("05-stored-in-full", ["norm", "residuals"]).text
-    assert 'There is no "norm" here' in text and '"norms"' in text
+    text = teach.check("05-stored-in-full", ["biases", "residuals"]).text
+    assert 'There is no "biases" here' in text and '"norms"' in text
+    # Neither two of the words nor a denied one is an answer.
+    for answer in ("not the last", "the last or the first"):
+        feedback = teach.check("03-exposed-bucket", answer)
+        assert "Choose out of" in feedback.text and feedback.num_wrong == 0
 
 
 @pytest.mark.parametrize(
@@ -210,6 +218,7 @@ def test_rounded_and_common_mistakes_get_their_own_hint(name: str, answer: float
         (119.66, "right in GiB"),
         (128.5e9, "The digits are right, the unit is not"),
         ("128.5 MB", "The digits are right, the unit is not"),
+        ("128.5 GiB", "The digits are right, the unit is not"),
         (128.5 * 8, "bits"),
         (-128.5, "sign"),
         (100, "too small"),
@@ -305,6 +314,13 @@ def test_the_fastest_plan_of_notebook_09_is_what_its_text_says() -> None:
     assert advised is not None and (degrees.tp, degrees.pp, degrees.cp) == (2, 1, 1)
     assert best.step().tokens_per_second > advised.step().tokens_per_second
     assert best.memory().verdict == "tight"
+
+
+def test_the_last_hint_of_the_bubble_can_be_pasted_into_its_notebook() -> None:
+    """There the plan of the exercise is ``large``, and ``plan`` is that of its first cell."""
+    hint = EXERCISES["06-shrink-the-bubble"].hints[-1].removesuffix(" is worth a try.")
+    answer = eval(hint, {"replace": replace, "large": pipeline.build_pipeline_plan()})
+    assert teach.check("06-shrink-the-bubble", answer).correct
 
 
 def test_plan_exercise_needs_both_changes() -> None:

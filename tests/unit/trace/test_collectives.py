@@ -219,6 +219,28 @@ def test_groups_of_gloo_calls_are_inferred_from_ranks_that_leave_together(tmp_pa
     ]
 
 
+@pytest.mark.parametrize("missing", range(4))
+def test_groups_of_gloo_calls_are_inferred_without_a_ranks_file(tmp_path: Path, missing: int) -> None:
+    ranks, info = make_gloo_mesh()
+    del ranks[missing]
+    rows = load_ranks(tmp_path, ranks, info=info | {"world_size": 4}).collectives()
+    axes = {100: "tp", 200: "dp", 1: ""}
+    assert {(row["num_bytes"], row["axis"]) for row in rows} == {(4 * n, axis) for n, axis in axes.items()}
+    together = {
+        tuple(sorted(row["rank"] for row in rows if row["call"] == call))
+        for call in {row["call"] for row in rows} - {-1}
+    }
+    pairs = {pair for pair in [(0, 1), (2, 3), (0, 2), (1, 3)] if missing not in pair}
+    assert together == {*pairs, tuple(sorted(ranks))}
+
+
+def test_one_pair_of_a_mesh_is_in_its_own_group(tmp_path: Path) -> None:
+    """Nothing tells its calls from those of all four ranks, but these are rare."""
+    ranks, info = make_gloo_mesh()
+    rows = load_ranks(tmp_path, {rank: ranks[rank] for rank in (0, 1)}, info=info).collectives()
+    assert {row["axis"] for row in rows if row["num_bytes"] == 400} == {"tp"}
+
+
 def test_groups_of_calls_at_unrelated_times_stay_unknown(tmp_path: Path) -> None:
     """Clocks that differ by more than a call: nothing shows which ranks were together."""
     ranks, info = make_gloo_mesh()
@@ -590,11 +612,15 @@ def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: 
     assert [row["late_seconds"] for row in load_ranks(tmp_path, ranks).stragglers()] == [0, 0, 0]
 
 
-def make_slow_mesh(slow: int, *, has_more_ranks: bool = False) -> dict[int, Events]:
+def make_slow_mesh(
+    slow: int | None, *, has_more_ranks: bool = False, has_sizes: bool = True, seed: int | None = None
+) -> dict[int, Events]:
     """Return a 2 x 2 mesh in which one rank takes 1,000 ns more in each of four layers of 20 steps.
 
     With more ranks, it is one of two such meshes: each rank ends a step in a group with one of the other.
+    Without sizes, bytes of the calls are unknown. With a seed, all layers take random times.
     """
+    random = np.random.default_rng(seed)
     ranks: dict[int, Events] = {rank: [] for rank in range(4)}
     clock, begin = dict.fromkeys(range(4), 0), 0
 
@@ -602,6 +628,8 @@ def make_slow_mesh(slow: int, *, has_more_ranks: bool = False) -> dict[int, Even
         for members in groups:
             end = max(clock[rank] for rank in members) + 100
             named = arguments("allreduce", 8, 2, name, **{"Process Group Ranks": str(list(members))})
+            if not has_sizes:
+                del named["dtype"]
             for rank in members:
                 ranks[rank].append(all_reduce(clock[rank], end, **named))
                 clock[rank] = end
@@ -611,6 +639,7 @@ def make_slow_mesh(slow: int, *, has_more_ranks: bool = False) -> dict[int, Even
         for _ in range(4):
             for rank in ranks:
                 work = 4_000 + 1_000 * (rank == slow)
+                work += 0 if seed is None else int(random.integers(0, 1_000))
                 ranks[rank].append(kernel(clock[rank], clock[rank] + work))
                 clock[rank] += work
             reduce([(0, 1), (2, 3)], "1")
@@ -634,7 +663,9 @@ def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path, world_size: int)
     assert max(late[1:]) < 100 and [row["is_straggler"] for row in stragglers] == [True, False, False, False]
 
 
-@pytest.mark.parametrize(("slow", "missing"), [(0, 1), (2, 3), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("slow", "missing"), [(0, 1), (2, 3), (1, 2), (2, 1), (0, 2), (1, 3), (2, 0), (3, 1)]
+)
 def test_a_delay_of_a_mesh_with_a_missing_rank_counts_once(tmp_path: Path, slow: int, missing: int) -> None:
     """How long ranks waited for the missing one is unknown: this makes no other rank late, and none early."""
     ranks = make_slow_mesh(slow)
@@ -643,6 +674,45 @@ def test_a_delay_of_a_mesh_with_a_missing_rank_counts_once(tmp_path: Path, slow:
     late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers}
     assert late.pop(slow) == 4_000 and max(late.values()) < 100
     assert [row["rank"] for row in stragglers if row["is_straggler"]] == [slow]
+
+
+@pytest.mark.parametrize("has_sizes", [True, False])
+def test_a_rank_is_told_from_the_one_that_waits_for_it_if_a_peer_is_missing(
+    tmp_path: Path, has_sizes: bool
+) -> None:
+    """At the end of a step, rank 0 is as late for rank 2 as rank 1 was for it, but only because it waited."""
+    ranks = make_slow_mesh(1, has_sizes=has_sizes)
+    del ranks[3]
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": 4}).stragglers()
+    assert [row["rank"] for row in stragglers if row["is_straggler"]] == [1]
+    assert "rank 1 arrives" in stragglers.text and "rank 0" not in stragglers.text.lower()
+
+
+@pytest.mark.parametrize("has_sizes", [True, False])
+@pytest.mark.parametrize("slow", range(4))
+def test_a_slow_rank_without_a_file_makes_no_other_one_a_straggler(
+    tmp_path: Path, slow: int, has_sizes: bool
+) -> None:
+    ranks = make_slow_mesh(slow, has_sizes=has_sizes, seed=slow)
+    del ranks[slow]
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": 4}).stragglers()
+    assert not any(row["is_straggler"] for row in stragglers)
+    # Its neighbour waited for it in each layer.
+    assert stragglers.text.startswith(f"Stragglers: unknown. Rank {slow ^ 1} arrives")
+    latest = max(stragglers, key=lambda row: row["late_seconds"])
+    assert latest["rank"] == slow ^ 1 and latest["late_seconds"] >= 3e-6
+    assert "Load the files of all ranks." in stragglers.text
+
+
+@thorough()
+def test_equal_ranks_of_a_mesh_are_rarely_named() -> None:
+    """Each axis of the mesh shows the same random delays: they are no evidence of their own."""
+    named = 0
+    for seed in range(60):
+        with tempfile.TemporaryDirectory() as folder:
+            trace = load_ranks(Path(folder), make_slow_mesh(None, seed=seed))
+            named += any(row["is_straggler"] for row in trace.stragglers())
+    assert named <= 2
 
 
 def test_ranks_that_cannot_be_compared_have_a_hint(tmp_path: Path) -> None:

@@ -294,3 +294,15 @@ def test_long_tables_are_printed_and_shown_in_part() -> None:
     assert lines[0].split() == ["rank", "total_seconds"] and "of 900 rows" in lines[-1]
     assert len(lines) < 60 and table._repr_html_().count("<tr") < 60
     assert len(table.to_frame()) == 900
+
+
+def test_tables_show_their_sentence_and_no_names_of_a_thousand_characters(tmp_path: Path) -> None:
+    name = f"void kernel<{', '.join(['at::GenericPackedTensorAccessor<float, 1ul>'] * 40)}>()"
+    here = load_ranks(tmp_path / "here", {0: [kernel(0, 100, name)]})
+    there = load_ranks(tmp_path / "there", {0: [kernel(0, 300, name)]})
+    table = here.diff(there)
+    assert table[0]["name"] == table.to_frame()["name"][0] == name
+    for shown in (repr(table), table._repr_html_()):
+        assert "Largest differences" in shown and "of each name" in shown and len(shown) < 2_000
+    stragglers = here.stragglers()
+    assert stragglers.text in repr(stragglers) and stragglers.text in stragglers._repr_html_()

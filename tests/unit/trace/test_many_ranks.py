@@ -62,6 +62,9 @@ def test_some_ranks_are_a_trace_on_the_same_axis(trace: Trace) -> None:
     assert np.array_equal(some.start_ns, trace.start_ns[kept])
     with pytest.raises(ValueError, match=r"Rank 99 was not recorded.*Fix:"):
         trace.select_ranks([1, 99])
+    with pytest.raises(ValueError, match=r"\[9\]"):
+        trace.select_ranks(9)  # type: ignore[arg-type]
+    assert "1 rank," in repr(trace.select_ranks([9]))
 
 
 def test_slowest_and_fastest_ranks_are_compared() -> None:

@@ -350,6 +350,17 @@ def test_fault_38_rejects_other_files_with_their_path_and_a_fix(
     assert str(path) in str(error.value) and "Fix: " in str(error.value)
 
 
+def test_a_folder_of_folders_names_those_with_traces(tmp_path: Path) -> None:
+    for node in ("node0", "node1", "logs"):
+        (tmp_path / node).mkdir()
+    (tmp_path / "node0" / "rank-0.json.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=f"Fix: give {tmp_path / 'node0'}"):
+        Trace.load(tmp_path)
+    (tmp_path / "node1" / "rank-1.json").write_bytes(b"")
+    with pytest.raises(ValueError, match=f"2 subfolders .* such as {tmp_path / 'node0'}"):
+        Trace.load(tmp_path)
+
+
 def test_fault_38_rejects_a_gzip_bomb_early(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json.gz"
     path.write_bytes(gzip.compress(b" " * (64 * 1024**2)))

@@ -126,7 +126,7 @@ def test_numbers_of_one_thing_are_equal_and_differing_ranks_are_named(tmp_path: 
     (axis,) = {row["axis"] for row in calls}
     now = format_seconds(calls.what_if(axis).seconds)
     assert summary.sentences[0].startswith(f"2 ranks, 2 steps of {now};") and now == "900 µs"
-    assert trace.diff(trace).text.startswith(f"A step takes {now} here and {now} in the other trace")
+    assert trace.diff(trace).text.startswith(f"A step takes {now} here and {now} in the other trace.")
     (exposed,) = [text for text in summary.sentences if text.startswith("Exposed")]
     assert "300 µs (33 %) of a step (mean of 2 ranks, 200 µs to 400 µs), in 1 call" in exposed
     kernels = next(text for text in summary.sentences if text.startswith("Matmul"))

@@ -124,13 +124,18 @@ class Number:
                 return Judgement(False, f"{unit!r} is no unit that I know; expected: {example}.", False)
             if found[0] != dimension:
                 return Judgement(False, f"{unit!r} measures {found[0]}; expected: {example}.", False)
+        written, expected = value, self.value()
+        if found is not None:
             value *= found[1] / scale
-        expected = self.value()
         if _is_near(value, expected, self.tolerance):
             return Judgement(True, "")
         for mistake in self.mistakes:
             if _is_near(value, mistake.value(), max(self.tolerance, MISTAKE_TOLERANCE)):
                 return Judgement(False, mistake.hint)
+        if _is_near(written, expected, self.tolerance):
+            # "28 GiB" for 28 GB
+            text = f"The digits are right, the unit is not: expected is {example}."
+            return Judgement(False, text)
         return Judgement(False, _find_unit_mistake(value, expected, dimension, self.unit, self.tolerance))
 
 
@@ -235,7 +240,7 @@ class Choice:
         ):
             kind = "a list of words" if several else "a word"
             return Judgement(False, f"{_describe(answer)}; expected: {kind} out of {options}.", False)
-        given = {_normalize(word) for word in words if isinstance(word, str)}
+        given = {_find_name(_normalize(word), names) for word in words if isinstance(word, str)}
         unknown = given - set(names)
         if unknown or not given:
             words_given = ", ".join(f'"{word[:40]}"' for word in sorted(unknown)[:3])
@@ -252,6 +257,14 @@ class Choice:
 
 def _normalize(word: str) -> str:
     return re.sub(r"[\s_-]+", " ", word).strip(" .!'\"").lower()
+
+
+def _find_name(text: str, names: Mapping[str, str]) -> str:
+    """Return the only name in a learner's words, as in "the last bucket"; ``text`` if there is not one."""
+    if text in names or re.search(r"\bnot\b", text):
+        return text
+    found = [name for name in names if re.search(rf"\b{re.escape(name.removesuffix('s'))}s?\b", text)]
+    return found[0] if len(found) == 1 else text
 
 
 # ---- Plans
@@ -284,7 +297,8 @@ class PlanGoal:
                 return Judgement(False, f"This layout is not valid here: {error}", False)
         if not isinstance(answer, Plan):
             kinds = "a Plan or a Layout" if takes_layout else "a Plan"
-            example = "ss.Plan(architecture, cluster, recipe, layout)"
+            is_layout = "layout" in self.may_change
+            example = "ss.Layout.fsdp2()" if is_layout else "ss.Plan(architecture, cluster, recipe, layout)"
             return Judgement(False, f"{_describe(answer)}; expected: {kinds}, such as {example}.", False)
         changed = _find_other_changes(start, answer, self.may_change)
         if changed:

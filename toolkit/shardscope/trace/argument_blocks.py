@@ -76,6 +76,7 @@ class EventArguments:
         """Yield each position of ``index`` with the JSON text of its arguments, in the order of the files."""
         ranks = np.searchsorted(self._rank_bounds, index, side="right") - 1
         for rank, blocks in enumerate(self._blocks):
-            positions = np.flatnonzero(ranks == rank)
-            for position, text in blocks.iterate(self._rows[index[positions]].astype(np.int64)):
-                yield int(positions[position]), text
+            of_rank = np.flatnonzero(ranks == rank)
+            positions = of_rank.tolist()
+            for position, text in blocks.iterate(self._rows[index[of_rank]].astype(np.int64)):
+                yield positions[position], text

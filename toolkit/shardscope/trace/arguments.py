@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -67,8 +66,10 @@ def decode_arguments(arguments: EventArguments, index: Int64s, kind: type[Args])
     decoder = msgspec.json.Decoder(kind, strict=False)
     decoded = [kind()] * len(index)
     for position, text in arguments.iterate(index):
-        with suppress(*_UNREADABLE):
+        try:
             decoded[position] = decoder.decode(text)
+        except _UNREADABLE:
+            continue
     return decoded
 
 

@@ -55,9 +55,12 @@ def list_trace_files(source: object) -> list[Path]:
         path = _find_newest_recording(RunFolder(path))
     files = sorted(entry for entry in path.iterdir() if entry.name.endswith(_SUFFIXES))
     if not files:
-        refuse_file(
-            path, "is a folder without *.json or *.json.gz", "give the folder that holds rank-0.json.gz"
-        )
+        fix = "give the folder that holds rank-0.json.gz"
+        if inside := sorted({one.parent for suffix in _SUFFIXES for one in path.glob(f"*/*{suffix}")}):
+            fix = f"give {inside[0]}, which has some"
+        if len(inside) > 1:
+            fix = f"give one of its {len(inside):,} subfolders with some, such as {inside[0]}"
+        refuse_file(path, "is a folder without *.json or *.json.gz", fix)
     return files
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope.core.errors import refuse
+from shardscope.core.number_format import format_count
 from shardscope.records.json_files import read_json
 from shardscope.trace.argument_blocks import EventArguments
 from shardscope.trace.loading.alignment import Align, align_ranks, check_align
@@ -184,6 +185,8 @@ class Trace:
 
         Raises ``ValueError`` for a rank that was not recorded.
         """
+        if not isinstance(ranks, Iterable):
+            refuse("select_ranks.ranks", ranks, "a list of numbers of ranks", f"[{ranks!r}]")
         numbers = set(ranks)
         if unknown := sorted(numbers - set(self.ranks)):
             raise ValueError(
@@ -253,7 +256,8 @@ class Trace:
         return self._columns.num_slices
 
     def __repr__(self) -> str:
-        return f"<Trace: {len(self):,} slices, {len(self.ranks)} ranks, {self.duration_seconds:.3g} s>"
+        slices, ranks = format_count(len(self), "slice"), format_count(len(self.ranks), "rank")
+        return f"<Trace: {slices}, {ranks}, {self.duration_seconds:.3g} s>"
 
     @property
     def end_ns(self) -> Int64s:

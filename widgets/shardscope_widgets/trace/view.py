@@ -155,6 +155,8 @@ class TraceView(anywidget.AnyWidget):
         self._note = NOT_ANALYSED
         """Sentence in place of the analysis."""
         self._match = np.zeros(len(self.trace), dtype=bool)
+        self._chosen: int | None = None
+        """The slice that :attr:`selected` has, or will have once the answers of the thread are shown."""
         self._span_ns = max(self.trace.duration_ns_total, 1000)
         self._path: PathMarks | None = None
         self._context = SelectionContext(self.trace)
@@ -485,9 +487,7 @@ class TraceView(anywidget.AnyWidget):
             return lambda: None
         matches = matches[np.argsort(self.trace.start_ns[matches], kind="stable")]
         # Continue from the selected match, or from the left edge of the view if none is selected.
-        selected = (
-            np.flatnonzero(matches == self.selected["index"]) if self.selected else np.zeros(0, dtype=int)
-        )
+        selected = np.flatnonzero(matches == self._chosen)
         if len(selected):
             position = (int(selected[0]) + request.direction) % len(matches)
         else:
@@ -503,6 +503,7 @@ class TraceView(anywidget.AnyWidget):
 
     def _select_slice(self, index: int | None) -> Callable[[], None]:
         """Return a call that sets ``selected`` to this slice; all that takes time is done before."""
+        self._chosen = index
         if index is None:
             return partial(setattr, self, "selected", None)
         slice_ = self.trace.slice(index)

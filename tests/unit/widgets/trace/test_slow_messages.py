@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -85,6 +86,23 @@ def test_slow_messages_are_answered_in_a_thread_and_shown_in_the_loop(
     assert here not in computed | {threads.pop("choose_representative")}
     assert set(threads.values()) == {here}
     assert view.selected is not None and view._path is not None
+
+
+def test_matches_that_are_requested_quickly_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N pressed several times before the first answer is shown, and once back."""
+    view = TraceView(FIXTURE)
+    view.search = "addmm"
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(view, "send", lambda content, buffers=None: sent.append(content))
+
+    async def ask() -> None:
+        for number, direction in enumerate((1, 1, 1, -1)):
+            view._handle_custom_msg({"type": "find", "id": number, "direction": direction}, [])
+        time.sleep(0.5)  # the loop is busy: nothing is shown meanwhile
+        await wait_until(lambda: len(sent) == 4)
+
+    asyncio.run(ask())
+    assert [content["position"] for content in sent] == [1, 2, 3, 2]
 
 
 def test_an_error_in_the_thread_is_raised_in_the_loop() -> None:

@@ -114,7 +114,7 @@ EXERCISES = (
             "Two numbers below the fraction line make the bubble smaller: micro-batches and chunks.",
             "Smaller micro-batches are more of them, and chunks cost memory. 80 layers on 8 stages are 10 "
             "layers each: vpp may be 2, 5 or 10.",
-            "replace(plan, layout=replace(plan.layout, vpp=5), recipe=replace(plan.recipe, "
+            "replace(large, layout=replace(large.layout, vpp=5), recipe=replace(large.recipe, "
             "micro_batch_size=1)) is worth a try.",
         ),
         why="More micro-batches and more chunks divide the same p - 1. Micro-batches of one sequence also "

@@ -72,6 +72,8 @@ class Activity:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self._masks: dict[object, Mask] = {}
+        self.idle_of_ranks: dict[int, dict[str, Intervals]] = {}
+        """Idle time of ranks by cause, filled by :func:`shardscope.trace.analysis.breakdown.find_idle`."""
         self.end_ns = trace.end_ns
         tracks = trace.tracks
         self.rank_of_track = np.array([track.rank for track in tracks], dtype=np.int64)

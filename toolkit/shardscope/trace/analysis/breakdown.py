@@ -197,6 +197,13 @@ def find_idle(trace: Trace, rank: RankActivity) -> dict[str, Intervals]:
 
     Where several causes hold, data loading comes first, then waiting for a collective.
     """
+    known = trace.activity.idle_of_ranks
+    if rank.rank not in known:
+        known[rank.rank] = _divide_idle(trace, rank)
+    return known[rank.rank]
+
+
+def _divide_idle(trace: Trace, rank: RankActivity) -> dict[str, Intervals]:
     whole = merge_intervals(np.array([rank.start_ns]), np.array([rank.end_ns]))
     left = gaps = subtract(whole, unite(rank.compute, rank.communication, rank.copies))
     if not rank.on_gpu:

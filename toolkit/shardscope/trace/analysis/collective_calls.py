@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,7 +15,14 @@ from shardscope.trace.analysis.groups import GroupFinder, Times, infer_groups, l
 from shardscope.trace.analysis.intervals import Int64s
 from shardscope.trace.analysis.operator_costs import find_element_bytes
 from shardscope.trace.analysis.requests import Requests
-from shardscope.trace.arguments import CollectiveArgs, ShapeArgs, decode_arguments, read_shapes, read_texts
+from shardscope.trace.arguments import (
+    Args,
+    CollectiveArgs,
+    ShapeArgs,
+    decode_arguments,
+    read_shapes,
+    read_texts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -71,6 +79,7 @@ def find_calls(trace: Trace, finder: GroupFinder) -> list[Call]:
     return calls
 
 
+@cache
 def name_kind(text: str) -> str:
     """Return the kind of collective in a name of a kernel, an argument or an annotation.
 
@@ -91,12 +100,8 @@ def find_call_kinds(trace: Trace, index: Int64s) -> list[str]:
     """
     kinds = [name_kind(trace.names[name]) for name in trace.name_index[index].tolist()]
     unclear = [position for position, kind in enumerate(kinds) if kind in (UNKNOWN_KIND, "send_recv")]
-    arguments = decode_arguments(trace.arguments, index[unclear], CollectiveArgs)
-    for position, args in zip(unclear, arguments, strict=True):
-        annotation = ""
-        if not args.collective:
-            args, annotation, _ = _read_operators_around(trace, int(index[position]))
-        kinds[position] = _choose_kind(kinds[position], annotation, args.collective)
+    for position, found in zip(unclear, _read_arguments(trace, index[unclear]), strict=True):
+        kinds[position] = _choose_kind(kinds[position], found.annotation, found.args.collective)
     return kinds
 
 
@@ -113,38 +118,63 @@ def _list_calls(trace: Trace, finder: GroupFinder) -> list[Call]:
     ranks = activity.rank_of_track[trace.track_index[index]]
     index = index[np.lexsort((trace.start_ns[index], ranks))]
     kinds = [name_kind(name) for name in trace.names]
-    arguments = decode_arguments(trace.arguments, index, CollectiveArgs)
     calls = []
-    for position, args in zip(index.tolist(), arguments, strict=True):
+    for position, found in zip(index.tolist(), _read_arguments(trace, index), strict=True):
         rank = trace.tracks[trace.track_index[position]].rank
-        call = Call(index=position, rank=rank, kind=kinds[trace.name_index[position]])
-        dims: ShapeArgs | None = None
-        if not args.collective:
-            args, annotation, dims = _read_operators_around(trace, position)
-            call.kind = _choose_kind(call.kind, annotation)
-        call.kind = _choose_kind(call.kind, args.collective)
-        _set_group(finder, call, args)
-        _set_bytes(call, args, dims)
+        kind = _choose_kind(kinds[trace.name_index[position]], found.annotation, found.args.collective)
+        call = Call(index=position, rank=rank, kind=kind)
+        _set_group(finder, call, found.args)
+        _set_bytes(call, found.args, found.dims)
         calls.append(call)
     return calls
 
 
-def _read_operators_around(trace: Trace, position: int) -> tuple[CollectiveArgs, str, ShapeArgs | None]:
-    """Return arguments, kind and shapes of the operators around a launch, for older recordings and gloo."""
-    activity = trace.activity
-    args, annotation, dims = CollectiveArgs(), "", None
+class _CallArguments(NamedTuple):
+    """What is recorded of a call: its arguments; or for older recordings and gloo, of operators around it."""
+
+    args: CollectiveArgs
+    annotation: str = ""
+    """Kind of collective in the name of the annotation around it."""
+    dims: ShapeArgs | None = None
+    """Shapes of that annotation's inputs."""
+
+
+def _read_arguments(trace: Trace, index: Int64s) -> list[_CallArguments]:
+    """Return the arguments of each slice of communication."""
+    found = [_CallArguments(args) for args in decode_arguments(trace.arguments, index, CollectiveArgs)]
+    positions = [position for position, one in enumerate(found) if not one.args.collective]
+    around = [_find_operators_around(trace, position) for position in index[positions].tolist()]
+    # All at once: a call of a decoder for each slice would decompress the same blocks again and again.
+    annotated, requested = (np.array([one[side] for one in around], np.int64) for side in (0, 1))
+    shapes = _decode_known(trace, annotated, ShapeArgs)
+    arguments = _decode_known(trace, requested, CollectiveArgs)
+    for number, position in enumerate(positions):
+        annotation = annotated[number]
+        match = _ANNOTATION.match(trace.names[trace.name_index[annotation]]) if annotation >= 0 else None
+        found[position] = _CallArguments(
+            arguments.get(number, CollectiveArgs()), match[1] if match else "", shapes.get(number)
+        )
+    return found
+
+
+def _find_operators_around(trace: Trace, position: int) -> tuple[int, int]:
+    """Return the annotation and the ``record_param_comms`` around a launch; -1 if there is none."""
+    activity, annotation = trace.activity, -1
     around = int(activity.launches[position]) if activity.on_gpu[position] else position
     while around >= 0:
         name = trace.names[trace.name_index[around]]
-        match = _ANNOTATION.match(name)
-        if match and not annotation:
-            annotation = match[1]
-            (dims,) = decode_arguments(trace.arguments, np.array([around]), ShapeArgs)
+        if annotation < 0 and _ANNOTATION.match(name):
+            annotation = around
         if name == "record_param_comms":
-            (args,) = decode_arguments(trace.arguments, np.array([around]), CollectiveArgs)
-            break
+            return annotation, around
         around = int(trace.parents[around])
-    return args, annotation, dims
+    return annotation, -1
+
+
+def _decode_known(trace: Trace, index: Int64s, kind: type[Args]) -> dict[int, Args]:
+    """Return the arguments of the slices ``index`` by position, without those of -1."""
+    known = np.flatnonzero(index >= 0)
+    return dict(zip(known.tolist(), decode_arguments(trace.arguments, index[known], kind), strict=True))
 
 
 def _set_group(finder: GroupFinder, call: Call, args: CollectiveArgs) -> None:
@@ -218,7 +248,7 @@ def _infer_groups(trace: Trace, calls: list[Call]) -> None:
                     rank: Times(*map(np.concatenate, zip(one, times[other][rank], strict=True)))
                     for rank, one in joined.items()
                 }
-        groups = infer_groups(joined, families, size)
+        groups = infer_groups(joined, families, trace.ranks, size)
         for rank, rank_calls in by_rank.items():
             for call in rank_calls:
                 _leave_group_of_others(call, size, requests, trace.ranks)

@@ -43,8 +43,7 @@ class Diff(Table[DiffRow]):
     """Differences, largest first, and the largest in a sentence."""
 
     def __init__(self, rows: list[DiffRow], text: str) -> None:
-        super().__init__(rows, tuple(get_type_hints(DiffRow)))
-        self.text = text
+        super().__init__(rows, tuple(get_type_hints(DiffRow)), text=text)
 
 
 def compare_traces(trace: Trace, other: Trace) -> Diff:
@@ -127,7 +126,8 @@ def _sum_idle(trace: Trace) -> dict[str, float]:
 def _describe_differences(rows: list[DiffRow], trace: Trace, other: Trace) -> str:
     seconds, other_seconds = measure_step(trace), measure_step(other)
     here, there = format_seconds(seconds), format_seconds(other_seconds)
-    change = f", {100 * (other_seconds / seconds - 1):+.0f} %" if seconds else ""
+    percent = round(100 * (other_seconds / seconds - 1)) if seconds else 0
+    change = f", {percent:+d} %" if percent else ""
     # Without marks of steps the seconds are those of the whole recording.
     wholes = ["step" if one.activity.has_steps else "recording" for one in (trace, other)]
     text = f"A {wholes[0]} takes {here} here and {there} in the other trace{change}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -119,12 +119,16 @@ MAX_SPREAD_RATIO = 5.0
 
 
 def list_families(trace: Trace) -> list[list[Ranks]]:
-    """Return the ways in which process groups divide all ranks, such as into pairs; largest first."""
+    """Return the ways in which process groups divide all ranks, such as into pairs; largest first.
+
+    Groups may have further ranks, which were not recorded.
+    """
+    recorded = set(trace.ranks)
     known = {
         group.ranks
         for groups in trace.process_groups.values()
         for group in groups.values()
-        if group.ranks is not None and group.size > 1
+        if group.ranks is not None and group.size > 1 and recorded.intersection(group.ranks)
     }
     by_shape: dict[Ranks, list[Ranks]] = defaultdict(list)
     for ranks in known:
@@ -132,26 +136,35 @@ def list_families(trace: Trace) -> list[list[Ranks]]:
     families = [
         sorted(groups)
         for groups in by_shape.values()
-        if sorted(rank for ranks in groups for rank in ranks) == sorted(trace.ranks)
+        if sorted(rank for ranks in groups for rank in ranks if rank in recorded) == sorted(recorded)
     ]
     return sorted(families, key=lambda groups: (-len(groups[0]), groups))
 
 
 def infer_groups(
-    times: Mapping[int, Times], families: list[list[Ranks]], size: int | None = None
+    times: Mapping[int, Times],
+    families: list[list[Ranks]],
+    recorded: Collection[int],
+    size: int | None = None,
 ) -> dict[int, Ranks]:
     """Return the group of each rank, for calls that do not name it (gloo's annotations); empty if unclear.
 
     Ranks of one collective are inside it at the same time and leave it together. This holds for the true
     group and for smaller ones inside it, but hardly ever for others: the largest such group is chosen.
     ``size`` is the number of ranks of a group, if known. Of groups of one size, the one is chosen whose ranks
-    leave most closely together; without a known size, only if they do so by far.
+    leave most closely together; without a known size, only if they do so by far. Ranks of ``recorded`` that
+    are not in ``times`` made no such call; others may have made it.
     """
     if size is not None:
         # Others may be in their calls at the same times: tensor-parallel ranks reduce their gradients
         # together, each with its own data-parallel group.
         families = [family for family in families if len(family[0]) == size]
-    measured = [(_measure_spread(times, family), family) for family in families]
+    # Of groups that differ only in ranks that were not recorded, the smallest are taken.
+    by_recorded = {
+        frozenset(tuple(rank for rank in ranks if rank in recorded) for ranks in family): family
+        for family in sorted(families, key=lambda family: -len(family[0]))
+    }
+    measured = [(_measure_spread(times, family, recorded), family) for family in by_recorded.values()]
     possible = [(spread, family) for spread, family in measured if spread is not None]
     least = min((spread for spread, _ in possible), default=0.0)
     possible = [(spread, family) for spread, family in possible if spread <= MAX_SPREAD_RATIO * least]
@@ -165,15 +178,19 @@ def infer_groups(
     return {rank: ranks for ranks in family for rank in ranks}
 
 
-def _measure_spread(times: Mapping[int, Times], family: list[Ranks]) -> float | None:
+def _measure_spread(
+    times: Mapping[int, Times], family: list[Ranks], recorded: Collection[int]
+) -> float | None:
     """Return the median nanoseconds between the first and the last rank that leave; None without a match."""
     spreads: list[Int64s] = []
     overlaps: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
     for ranks in family:
-        group_times = [times[rank] for rank in ranks if rank in times]
-        if not group_times:
+        here = [rank for rank in ranks if rank in recorded]
+        group_times = [times[rank] for rank in here if rank in times]
+        # One rank alone, whose peers were not recorded, says nothing.
+        if not group_times or len(here) < min(len(ranks), 2):
             continue
-        if len(group_times) < len(ranks) or len({len(one.start) for one in group_times}) > 1:
+        if len(group_times) < len(here) or len({len(one.start) for one in group_times}) > 1:
             return None
         start, end = np.stack([one.start for one in group_times]), np.stack([one.end for one in group_times])
         spreads.append(end.max(axis=0) - end.min(axis=0))

@@ -48,21 +48,14 @@ def unite(*sets: Intervals) -> Intervals:
 
 def intersect(first: Intervals, second: Intervals) -> Intervals:
     """Return the time that is in both sets."""
-    points = _list_points(first, second)
-    return _select_inside(points, contains(first, points) & contains(second, points))
+    points, in_first, in_second = _divide(first, second)
+    return _select_inside(points, in_first & in_second)
 
 
 def subtract(first: Intervals, second: Intervals) -> Intervals:
     """Return the time that is in the first set and not in the second."""
-    points = _list_points(first, second)
-    return _select_inside(points, contains(first, points) & ~contains(second, points))
-
-
-def contains(intervals: Intervals, times: Int64s) -> Mask:
-    """Return whether each time is inside one of the intervals; their ends are not."""
-    started = np.searchsorted(intervals.start, times, side="right")
-    ended = np.searchsorted(intervals.end, times, side="right")
-    return np.asarray(started > ended)
+    points, in_first, in_second = _divide(first, second)
+    return _select_inside(points, in_first & ~in_second)
 
 
 def measure_before(intervals: Intervals, times: Int64s) -> Int64s:
@@ -95,10 +88,18 @@ def find_exclusive_parts(start: Int64s, end: Int64s) -> tuple[Int64s, Int64s]:
     return part_start, end
 
 
-def _list_points(first: Intervals, second: Intervals) -> Int64s:
-    # Sorted runs, which a stable sort merges; np.unique would hash them, ten times slower. Equal points are
-    # harmless: they are inside of the same sets.
-    return np.sort(np.concatenate((first.start, first.end, second.start, second.end)), kind="stable")
+def _divide(first: Intervals, second: Intervals) -> tuple[Int64s, Mask, Mask]:
+    """Return the starts and ends of both sets in order, and whether the time after each is in each set."""
+    points = np.concatenate((first.start, first.end, second.start, second.end))
+    # Sorted runs, which a stable sort merges: five times faster than a search of each point in each set.
+    order = np.argsort(points, kind="stable")
+    sides = np.array([1, -1, 0, 0, 0, 0, 1, -1], np.int8).reshape(2, 4)
+    lengths = (len(first.start), len(first.end), len(second.start), len(second.end))
+    in_first, in_second = (np.cumsum(np.repeat(side, lengths)[order], dtype=np.int8) > 0 for side in sides)
+    points = points[order]
+    # Of equal points, the last one has counted all of them.
+    is_last = np.append(points[1:] != points[:-1], np.ones(min(len(points), 1), dtype=bool))
+    return points[is_last], in_first[is_last], in_second[is_last]
 
 
 def _select_inside(points: Int64s, is_inside: Mask) -> Intervals:

@@ -390,6 +390,9 @@ def _count_costs(
     by_operator: dict[int, list[int]] = defaultdict(list)
     for candidate, operator in zip(candidates.tolist(), operators.tolist(), strict=True):
         by_operator[operator].append(candidate)
+    matrix_numbers = [number for number, kind in enumerate(kind_names) if kind in MATRIX_KINDS]
+    is_matrix = np.isin(kinds[index], matrix_numbers).tolist()
+    durations = trace.duration_ns[index].tolist()
     costs: dict[tuple[str, bytes, bytes, bytes], Cost | None] = {}
     unique = np.array(list(by_operator), np.int64)
     shapes = decode_arguments(trace.arguments, unique, ShapeArgs)
@@ -404,11 +407,11 @@ def _count_costs(
         # Of several kernels of one operator (split-K and its reduction), the longest of the class has its
         # FLOPs.
         if cost.flops:
-            right = [one for one in launched if kind_names[kinds[index[one]]] in MATRIX_KINDS]
+            right = [one for one in launched if is_matrix[one]]
         else:
             right = launched if len(launched) == 1 else []
         if not right:
             continue
-        chosen = max(right, key=lambda one: int(trace.duration_ns[index[one]]))
+        chosen = max(right, key=durations.__getitem__)
         flops[chosen], moved[chosen], precisions[chosen] = cost.flops, cost.num_bytes, cost.dtype
     return flops, moved, precisions

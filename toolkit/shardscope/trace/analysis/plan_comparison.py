@@ -60,8 +60,7 @@ class PlanComparison(Table[ComparisonRow]):
     """Predicted and measured seconds of each part of a step, and a sentence about the largest difference."""
 
     def __init__(self, rows: list[ComparisonRow], text: str) -> None:
-        super().__init__(rows, tuple(get_type_hints(ComparisonRow)))
-        self.text = text
+        super().__init__(rows, tuple(get_type_hints(ComparisonRow)), text=text)
 
     def __repr__(self) -> str:
         return Table.__repr__(self._name_parts())
@@ -71,7 +70,8 @@ class PlanComparison(Table[ComparisonRow]):
 
     def _name_parts(self) -> Table[ComparisonRow]:
         """Return the rows with the names of parts that charts and :attr:`text` show, such as "matmuls"."""
-        return Table([{**row, "part": format_part(row["part"])} for row in self], self.columns)
+        rows: list[ComparisonRow] = [{**row, "part": format_part(row["part"])} for row in self]
+        return Table(rows, self.columns, text=self.text)
 
 
 def compare_with_plan(trace: Trace, plan: Plan) -> PlanComparison:

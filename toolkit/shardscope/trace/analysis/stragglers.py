@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, TypedDict, get_type_hints
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from shardscope.trace.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardscope.trace.analysis.collectives import Collectives
+    from shardscope.trace.analysis.collectives import CollectiveRow, Collectives
     from shardscope.trace.store import Trace
 
 SIGNIFICANCE = 0.01
@@ -49,9 +50,7 @@ class Stragglers(Table[StragglerRow]):
     """The delay of each rank, and the verdict as a sentence."""
 
     def __init__(self, rows: list[StragglerRow], text: str) -> None:
-        super().__init__(rows, tuple(get_type_hints(StragglerRow)))
-        self.text = text
-        """Sentence that names the stragglers, or says that there are none."""
+        super().__init__(rows, tuple(get_type_hints(StragglerRow)), text=text)
 
 
 def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Stragglers:
@@ -63,37 +62,126 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     compared (Westfall and Young 1993, maxT).
     """
     collectives = collectives or find_collectives(trace)
-    # One array for all groups of a size, because each is permuted thousands of times.
-    by_size: dict[int, list[tuple[Ints, Floats]]] = defaultdict(list)
-    by_axis: dict[tuple[int, ...], Floats] = defaultdict(lambda: np.zeros(len(trace.ranks)))
-    numbers = np.array(trace.ranks)
-    for ranks, durations in _measure_durations(trace, collectives):
-        of_calls = _compute_delays(durations)
-        by_size[len(ranks)].append((np.broadcast_to(ranks, durations.shape), of_calls))
-        # Of numbers of ranks: with some missing, positions of tensor- and data-parallel ones differ alike.
-        offsets = numbers[ranks] - numbers[ranks[0]]
-        by_axis[tuple(offsets.tolist())][ranks] += of_calls.sum(axis=0)
-    members = [np.concatenate([ranks for ranks, _ in groups]) for groups in by_size.values()]
-    delays = [np.concatenate([delay for _, delay in groups]) for groups in by_size.values()]
-    num_ranks, num_calls = len(trace.ranks), sum(len(delay) for delay in delays)
-    late = _sum_by_rank(members, delays, num_ranks)
-    p_values = _compute_p_values(members, delays, late) if num_calls else None
+    # Delays as far as is known, with all waits in them, with the longest possible waits taken off, and those
+    # of calls before which all waits are known.
+    measured, uncorrected, least, certain = (_Delays(trace.ranks) for _ in range(4))
+    for ranks, of_calls in _measure_durations(trace, collectives):
+        delays = _compute_delays(of_calls.corrected)
+        measured.add(ranks, delays)
+        least.add(ranks, _compute_delays(of_calls.corrected, of_calls.longest))
+        is_certain = ~of_calls.is_uncertain
+        certain.add(ranks, delays[is_certain])
+        uncorrected.add(ranks, np.where(is_certain[:, None], delays, _compute_delays(of_calls.plain)))
     steps, step_seconds = list_step_seconds(trace), measure_step(trace)
+    min_ns = {rank: MIN_SHARE * step_seconds * 1e9 * steps[rank][1] for rank in trace.ranks}
     rows: list[StragglerRow] = []
-    # Each axis of the mesh shows the same delay: tensor-parallel ranks wait at every layer, and data-parallel
-    # ones at the end for the sum of it.
-    longest = np.max(list(by_axis.values()), axis=0) if by_axis else late
+    uncertain: dict[int, StragglerRow] = {}
     for number, rank in enumerate(trace.ranks):
-        late_seconds = float(longest[number]) / 1e9 / steps[rank][1]
-        p_value = None if p_values is None else float(p_values[number])
-        is_late = p_value is not None and p_value <= SIGNIFICANCE and late_seconds >= MIN_SHARE * step_seconds
-        rows.append({"rank": rank, "late_seconds": late_seconds, "p_value": p_value, "is_straggler": is_late})
+        late_seconds, p_value = measured.late_ns[number] / 1e9 / steps[rank][1], measured.get_p_value(number)
+        # At least half of the delay is certain. The rest may be waits for ranks that were not recorded.
+        min_certain = max(min_ns[rank], measured.late_ns[number] / 2)
+        is_late = measured.is_late(number, min_ns[rank]) and least.late_ns[number] >= min_certain
+        row: StragglerRow = {
+            "rank": rank,
+            "late_seconds": float(late_seconds),
+            "p_value": p_value,
+            "is_straggler": bool(is_late),
+        }
+        if certain.num_calls < measured.num_calls and not row["is_straggler"]:
+            # Calls of which all is known may be enough to tell.
+            if certain.is_late(number, min_ns[rank]):
+                row |= {"p_value": certain.get_p_value(number), "is_straggler": True}
+            elif uncorrected.is_late(number, min_ns[rank]):
+                late_seconds = uncorrected.late_ns[number] / 1e9 / steps[rank][1]
+                p_value = uncorrected.get_p_value(number)
+                uncertain[rank] = {**row, "late_seconds": float(late_seconds), "p_value": p_value}
+        rows.append(row)
+    if uncertain and not any(row["is_straggler"] for row in rows):
+        latest = max(uncertain.values(), key=lambda row: row["late_seconds"])
+        rows = [uncertain.get(row["rank"], row) for row in rows]
+        return Stragglers(rows, _describe_uncertain(trace, latest, step_seconds))
     kinds = frozenset(row["kind"] for row in collectives)
-    text = _describe_stragglers(rows, num_calls, step_seconds, trace.activity.has_steps, kinds)
+    text = _describe_stragglers(rows, measured.num_calls, step_seconds, trace.activity.has_steps, kinds)
     return Stragglers(rows, text)
 
 
-def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple[Ints, Ints]]:
+class _Delays:
+    """Delays of all ranks in calls of all groups.
+
+    Each axis of the mesh shows the same delay: tensor-parallel ranks wait at every layer, and data-parallel
+    ones at the end for the sum of it. A rank's delay is that along the axis with the most of it.
+    """
+
+    def __init__(self, ranks: list[int]) -> None:
+        self._numbers = np.array(ranks)
+        self._by_axis: dict[tuple[int, ...], list[tuple[Ints, Floats]]] = defaultdict(list)
+
+    def add(self, ranks: Ints, of_calls: Floats) -> None:
+        """Add the calls of a group; ``ranks`` are positions, and rows of ``of_calls`` are calls."""
+        # Of numbers of ranks: with some missing, positions of tensor- and data-parallel ones differ alike.
+        offsets = self._numbers[ranks] - self._numbers[ranks[0]]
+        self._by_axis[tuple(offsets.tolist())].append((np.broadcast_to(ranks, of_calls.shape), of_calls))
+
+    @cached_property
+    def _axes(self) -> list[tuple[Ints, Floats]]:
+        """Ranks and delays along each axis: one array, because each is permuted thousands of times."""
+        return [
+            (np.concatenate([ranks for ranks, _ in groups]), np.concatenate([delay for _, delay in groups]))
+            for groups in self._by_axis.values()
+        ]
+
+    @cached_property
+    def num_calls(self) -> int:
+        """Number of calls."""
+        return sum(len(of_calls) for _, of_calls in self._axes)
+
+    @cached_property
+    def late_ns(self) -> Floats:
+        """Delay of each rank."""
+        return _find_longest(self._axes, len(self._numbers))
+
+    def is_late(self, number: int, min_ns: float) -> bool:
+        """Return whether a rank is late by at least ``min_ns``, and by more than chance explains."""
+        p_value = self.get_p_value(number) if self.late_ns[number] >= min_ns else None
+        return p_value is not None and p_value <= SIGNIFICANCE
+
+    def get_p_value(self, number: int) -> float | None:
+        """Return the probability that any of equally fast ranks is so late; None without calls."""
+        return float(self._p_values[number]) if self.num_calls else None
+
+    @cached_property
+    def _p_values(self) -> Floats:
+        return _compute_p_values(self._axes, self.late_ns)
+
+
+class _Durations(NamedTuple):
+    """How long each rank of a group (columns) is in each call (rows), in nanoseconds."""
+
+    plain: Ints
+    corrected: Ints
+    """With the time for which the rank waited in other groups before."""
+    longest: Ints
+    """With the longest time for which it may have waited."""
+    is_uncertain: npt.NDArray[np.bool_]
+    """Whether some of that is not known, by call."""
+
+
+class _Wait(NamedTuple):
+    """For how long a rank waited for the others of its group, in nanoseconds."""
+
+    known: int = 0
+    estimated: int = 0
+    """Wait for ranks that were not recorded, by the transfer time of the same call in other groups."""
+    possible: int = 0
+    """Upper bound, if nothing is known."""
+    num_unknown: int = 0
+    num_estimated: int = 0
+
+    def plus(self, other: _Wait, sign: int = 1) -> _Wait:
+        return _Wait(*(one + sign * two for one, two in zip(self, other, strict=True)))
+
+
+def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple[Ints, _Durations]]:
     """Yield the ranks of each group (as positions), and how long each of them is in each call.
 
     Of calls in flight together, such as DDP's buckets, a later one counts from the end of those before it:
@@ -120,13 +208,22 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         start[1:] = np.maximum(start[1:], np.maximum.accumulate(end, axis=0)[:-1])
         positions = np.array([trace.ranks.index(rank) for rank in group])
         before = np.array([[waited[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
-        known, num_unknown = before[..., 0], before[..., 1]
+        known, estimated, possible, num_unknown, num_estimated = np.moveaxis(before, -1, 0)
         is_comparable = num_unknown.min(axis=1, keepdims=True) == num_unknown.max(axis=1, keepdims=True)
-        yield positions, np.maximum(end - start, 0) + is_comparable * known
+        inside = np.maximum(end - start, 0)
+        yield (
+            positions,
+            _Durations(
+                plain=inside,
+                corrected=inside + is_comparable * (known + estimated),
+                longest=inside + known + estimated + possible,
+                is_uncertain=np.any(num_unknown + num_estimated > 0, axis=1),
+            ),
+        )
 
 
-def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, int | None]:
-    """Return for how long each call's rank waited for the others of its group; None if that is unknown."""
+def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
+    """Return for how long each call's rank waited for the others of its group."""
     rows = [
         (row, index)
         for row, index in zip(collectives, collectives.slices, strict=True)
@@ -135,56 +232,65 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, int | None]
     num_callers = Counter(row["call"] for row, _ in rows)
     # Sends and receives of more than two stages cannot be paired. Then those of no rank count.
     are_paired = all(row["call"] >= 0 for row, _ in rows if row["kind"] == "send_recv")
-    waits: dict[int, int | None] = {}
+    waits: dict[int, _Wait] = {}
+    incomplete: list[tuple[CollectiveRow, int]] = []
+    transfers: dict[tuple[str, int | None, int], list[float]] = defaultdict(list)
     for row, index in rows:
         # What compute overlaps delays nothing.
-        wait = round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9)
+        wait = _Wait(round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9))
         is_complete = row["call"] >= 0 and num_callers[row["call"]] >= row["group_size"]
         if row["kind"] == "send_recv":
-            waits[index] = wait if are_paired else 0
+            waits[index] = wait if are_paired else _Wait()
         elif is_complete or row["group_size"] == 1 or not row["exposed_seconds"]:
             waits[index] = wait
         else:
-            waits[index] = None
+            incomplete.append((row, index))
+        if is_complete and row["num_bytes"] is not None and row["transfer_seconds"] is not None:
+            transfers[row["kind"], row["num_bytes"], row["group_size"]].append(row["transfer_seconds"])
+    usual = {key: float(np.median(seconds)) for key, seconds in transfers.items()}
+    for row, index in incomplete:
+        exposed = round(row["exposed_seconds"] * 1e9)
+        transfer = usual.get((row["kind"], row["num_bytes"], row["group_size"]))
+        if transfer is None:
+            waits[index] = _Wait(possible=exposed, num_unknown=1)
+        else:
+            estimated = min(max(round((row["seconds"] - transfer) * 1e9), 0), exposed)
+            waits[index] = _Wait(estimated=estimated, num_estimated=1)
     return waits
 
 
 def _sum_waits_before(
-    trace: Trace, by_group: Mapping[tuple[int, ...], list[dict[int, int]]], waits: Mapping[int, int | None]
-) -> dict[int, tuple[int, int]]:
-    """Return for how long each call's rank waited in other groups since its previous call in this group.
-
-    The second number is that of waits of unknown length.
-    """
+    trace: Trace, by_group: Mapping[tuple[int, ...], list[dict[int, int]]], waits: Mapping[int, _Wait]
+) -> dict[int, _Wait]:
+    """Return for how long each call's rank waited in other groups since its previous call in this group."""
     groups = {
         index: group for group, calls in by_group.items() for of_ranks in calls for index in of_ranks.values()
     }
     of_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index in waits:
         of_rank[trace.tracks[trace.track_index[index]].rank].append((int(trace.start_ns[index]), index))
-    waited: dict[int, tuple[int, int]] = {}
+    waited: dict[int, _Wait] = {}
     for rank_calls in of_rank.values():
-        total, num_unknown = 0, 0
-        after = dict.fromkeys(by_group, (0, 0))
+        total = _Wait()
+        after = dict.fromkeys(by_group, total)
         in_flight: list[tuple[int, int]] = []
         for start, index in sorted(rank_calls):
             while in_flight and in_flight[0][0] <= start:
                 _, ended = heapq.heappop(in_flight)
-                wait = waits[ended]
-                total, num_unknown = total + (wait or 0), num_unknown + (wait is None)
+                total = total.plus(waits[ended])
                 if ended in groups:
-                    after[groups[ended]] = (total, num_unknown)
+                    after[groups[ended]] = total
             heapq.heappush(in_flight, (int(trace.activity.end_ns[index]), index))
             if index in groups:
-                total_before, unknown_before = after[groups[index]]
-                waited[index] = total - total_before, num_unknown - unknown_before
+                waited[index] = total.plus(after[groups[index]], sign=-1)
     return waited
 
 
-def _compute_delays(durations: Ints) -> Floats:
+def _compute_delays(durations: Ints, own: Ints | None = None) -> Floats:
     """Return by how much each rank arrived after the lower median of the others; rows are calls.
 
     The median of the others, not the first one, so that one early rank does not make all others stragglers.
+    ``own``: the durations that are compared with the medians; default: those of which the medians are.
     """
     num_calls, num_ranks = durations.shape
     order = np.argsort(-durations, axis=1, kind="stable")  # longest first: first to arrive
@@ -196,39 +302,46 @@ def _compute_delays(durations: Ints) -> Floats:
     position = np.where(arrival <= middle, middle + 1, middle)
     median = np.take_along_axis(sorted_durations, position, axis=1)
     assert median.shape == (num_calls, num_ranks)
-    return np.asarray(np.maximum(median - durations, 0), np.float64)
+    return np.asarray(np.maximum(median - (durations if own is None else own), 0), np.float64)
 
 
-def _sum_by_rank(members: list[Ints], delays: list[Floats], num_ranks: int) -> Floats:
-    total = np.zeros(num_ranks)
-    for ranks, delay in zip(members, delays, strict=True):
-        total += np.bincount(ranks.ravel(), weights=delay.ravel(), minlength=num_ranks)
-    return total
+def _sum_by_rank(ranks: Ints, values: Floats, num_ranks: int) -> Floats:
+    return np.asarray(np.bincount(ranks.ravel(), weights=values.ravel(), minlength=num_ranks), np.float64)
 
 
-def _compute_p_values(members: list[Ints], delays: list[Floats], late: Floats) -> Floats:
+def _find_longest(axes: list[tuple[Ints, Floats]], num_ranks: int) -> Floats:
+    """Return the delay of each rank along the axis with the most of it."""
+    sums = [_sum_by_rank(ranks, delays, num_ranks) for ranks, delays in axes]
+    return np.asarray(np.max([np.zeros(num_ranks), *sums], axis=0), np.float64)
+
+
+def _compute_p_values(axes: list[tuple[Ints, Floats]], late: Floats) -> Floats:
     """Return for each rank the probability that the latest of equally fast ranks is at least as late."""
     num_ranks = len(late)
-    if sum(len(delay) for delay in delays) > MAX_PERMUTED_CALLS:
-        return _approximate_p_values(members, delays, late)
+    if sum(len(delays) for _, delays in axes) > MAX_PERMUTED_CALLS:
+        return _approximate_p_values(axes, num_ranks)
     random = np.random.default_rng(0)  # the same trace gives the same answer
     at_least = np.ones(num_ranks)
     for _ in range(NUM_PERMUTATIONS):
-        shuffled = [random.permuted(delay, axis=1) for delay in delays]
+        shuffled = [(ranks, random.permuted(delays, axis=1)) for ranks, delays in axes]
         # A sum in another order may differ in the last bit.
-        at_least += _sum_by_rank(members, shuffled, num_ranks).max() >= late * (1 - 1e-12)
+        at_least += _find_longest(shuffled, num_ranks).max() >= late * (1 - 1e-12)
     return at_least / (NUM_PERMUTATIONS + 1)
 
 
-def _approximate_p_values(members: list[Ints], delays: list[Floats], late: Floats) -> Floats:
-    """Return the same by a normal approximation, times the number of ranks (Bonferroni)."""
-    num_ranks = len(late)
-    mean = [np.broadcast_to(delay.mean(axis=1, keepdims=True), delay.shape) for delay in delays]
-    variance = [np.broadcast_to(delay.var(axis=1, keepdims=True), delay.shape) for delay in delays]
-    expected, spread = (_sum_by_rank(members, values, num_ranks) for values in (mean, variance))
-    deviations = (late - expected) / np.sqrt(np.maximum(spread, 1e-30))
-    tails = np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in deviations.tolist()])
-    return np.asarray(np.minimum(tails * num_ranks, 1.0), np.float64)
+def _approximate_p_values(axes: list[tuple[Ints, Floats]], num_ranks: int) -> Floats:
+    """Return the same by a normal approximation, times the number of ranks and axes (Bonferroni)."""
+    smallest = np.ones(num_ranks)
+    for ranks, delays in axes:
+        mean = np.broadcast_to(delays.mean(axis=1, keepdims=True), delays.shape)
+        variance = np.broadcast_to(delays.var(axis=1, keepdims=True), delays.shape)
+        late, expected, spread = (
+            _sum_by_rank(ranks, values, num_ranks) for values in (delays, mean, variance)
+        )
+        deviations = (late - expected) / np.sqrt(np.maximum(spread, 1e-30))
+        tails = np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in deviations.tolist()])
+        smallest = np.minimum(smallest, tails)
+    return np.asarray(np.minimum(smallest * num_ranks * len(axes), 1.0), np.float64)
 
 
 def _describe_stragglers(
@@ -260,6 +373,16 @@ def _describe_stragglers(
     if num_calls >= MIN_CALLS_OF_CERTAINTY and (latest["p_value"] or 0.0) >= 0.5:
         return f"Stragglers: none. {delay}), as expected: {by_chance}"
     return f"Stragglers: none that is certain. {delay}), but {by_chance} Record more steps to be sure."
+
+
+def _describe_uncertain(trace: Trace, latest: StragglerRow, step_seconds: float) -> str:
+    delay = _describe_delay(latest, step_seconds, trace.activity.has_steps).capitalize()
+    is_missing = trace.world_size > len(trace.ranks)
+    fix = "Load the files of all ranks." if is_missing else "Record the same steps on all ranks."
+    return (
+        f"Stragglers: unknown. {delay}), but it may have waited that long for ranks of which the calls were "
+        f"not recorded, and one of them may be slow. {fix}"
+    )
 
 
 def _explain_unknown(num_ranks: int, kinds: frozenset[str]) -> str:

@@ -125,6 +125,7 @@ const REPLIES = {
   picture: (view, message) => savePicture(view.model.widget_manager, message.of, message.picture),
   found: (view, message) => {
     if (message.id !== view.pending.find) return;
+    view.pending.find = 0;
     view.matchNumber = message.position;
     showMatchCount(view);
     if (view.model.get("selected")) revealSlice(view, view.model.get("selected"));

@@ -11,6 +11,8 @@ function followModel(view) {
       showDetails(view);
       if (view.isToBeRevealed && model.get("selected")) revealSlice(view, model.get("selected"));
       view.isToBeRevealed = false;
+      if (!view.pending.find) view.matchNumber = 0; // another slice than the match
+      showMatchCount(view);
       scheduleDraw(view);
     },
     "change:search": () => {
