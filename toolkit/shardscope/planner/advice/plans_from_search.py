@@ -11,7 +11,7 @@ import numpy as np
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
-from shardscope.frameworks.search_grid import DATA_PARALLEL, DEGREES, MICRO_BATCH_SIZE
+from shardscope.frameworks.search_grid import DATA_PARALLEL, DEGREES
 from shardscope.planner.advice import descriptions
 from shardscope.planner.advice.plan_evaluator import (
     PAYS,
@@ -154,12 +154,10 @@ def find_better(
     rows = rows[wanted]
     launched = _find_first_launched(evaluator, ranking, rows)
     if launched is not None and launched.seconds is not None:
-        # Of those about as fast, the simplest with the smallest micro-batch: it leaves the most room.
+        # Of those about as fast, the simplest, and of these the leanest, such as a smaller micro-batch.
         near = rows[ranking.get_step_seconds(rows) <= WORTH_A_SETTING * launched.seconds]
-        effort, _, settings = compute_simplicity_of_rows(ranking, near, evaluator.recipe, familiar)
-        sizes = ranking.column(MICRO_BATCH_SIZE)[near]
-        by_size = near[np.lexsort((ranking.peak_bytes[near], sizes, settings, effort))]
-        return _find_first_launched(evaluator, ranking, by_size, keep_order=True)
+        by_simplicity = _sort_by_simplicity(evaluator, ranking, near, familiar, ranking.peak_bytes[near])
+        return _find_first_launched(evaluator, ranking, by_simplicity, keep_order=True)
     if launched is not None or is_trained(advised.plan) or not len(rows):
         return launched
     return _try_row(evaluator, ranking, rows[np.argmin(ranking.get_step_seconds(rows))])
@@ -241,7 +239,9 @@ def _find_faster(
     # A tight plan is no way out of a tight one, if there is another.
     loose = rows[~ranking.is_tight[rows]]
     for pool in (loose, rows):
-        simplest = _find_simplest_near_fastest(evaluator, ranking, pool, familiar)
+        simplest = _find_simplest_near_fastest(
+            evaluator, ranking, pool, familiar, ranking.get_step_seconds(pool)
+        )
         if simplest is not None:
             return simplest
     rows = loose if len(loose) else rows
@@ -249,15 +249,20 @@ def _find_faster(
 
 
 def _find_simplest_near_fastest(
-    evaluator: PlanEvaluator, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
+    evaluator: PlanEvaluator,
+    ranking: Ranking,
+    rows: NDArray[np.int64],
+    familiar: Collection[str],
+    costs: NDArray[np.int64] | NDArray[np.float64],
 ) -> EvaluatedPlan | None:
-    """Return the simplest of ``rows`` that can be launched here and are near the fastest of these."""
+    """Return the simplest of ``rows`` that can be launched here and are near the fastest of these, with the
+    smallest of ``costs``."""
     launched = _find_first_launched(evaluator, ranking, rows)
     if launched is None or launched.seconds is None:
         return None
     # Predictions cannot distinguish the plans near the fastest.
-    near = rows[ranking.get_step_seconds(rows) <= NEAR * launched.seconds]
-    by_simplicity = _sort_by_simplicity(evaluator, ranking, near, familiar)
+    is_near = ranking.get_step_seconds(rows) <= NEAR * launched.seconds
+    by_simplicity = _sort_by_simplicity(evaluator, ranking, rows[is_near], familiar, costs[is_near])
     return _find_first_launched(evaluator, ranking, by_simplicity, keep_order=True)
 
 
@@ -272,7 +277,7 @@ def _find_leaner(
     if advised.report.is_tight:
         loose = rows[~ranking.is_tight[rows]]
         loose = loose[ranking.get_step_seconds(loose) < SAFE * (advised.seconds or 0.0)]
-        simplest = _find_simplest_near_fastest(evaluator, ranking, loose, familiar)
+        simplest = _find_simplest_near_fastest(evaluator, ranking, loose, familiar, ranking.peak_bytes[loose])
         if simplest is not None:
             return simplest
     limit = compute_simplicity(advised.plan, evaluator.recipe, familiar)
@@ -311,10 +316,15 @@ def _list_rows_with_room(ranking: Ranking, advised: EvaluatedPlan) -> NDArray[np
 
 
 def _sort_by_simplicity(
-    evaluator: PlanEvaluator, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
+    evaluator: PlanEvaluator,
+    ranking: Ranking,
+    rows: NDArray[np.int64],
+    familiar: Collection[str],
+    costs: NDArray[np.int64] | NDArray[np.float64],
 ) -> NDArray[np.int64]:
+    """Return ``rows`` from simple to complex; equally simple ones by their ``costs``."""
     effort, _, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
-    return rows[np.lexsort((ranking.get_step_seconds(rows), settings, effort))]
+    return rows[np.lexsort((costs, settings, effort))]
 
 
 def _find_first_launched(
