@@ -182,7 +182,7 @@ class PlanEvaluator:
         as_wanted = wanted if isinstance(wanted, EvaluatedPlan) else None
         if not runs:
             return Outcome(None, None, None, refusal)
-        best = _choose_fastest(runs)
+        best = _choose_fastest(runs, self.recipe)
         nearest = None if best else min(runs, key=lambda evaluated: evaluated.shortage)
         return Outcome(as_wanted, best, nearest, refusal)
 
@@ -309,18 +309,38 @@ def _list_larger_sizes(plan: Plan) -> list[int]:
     return [size for size in sizes if plan.recipe.micro_batch_size <= size <= LARGEST_MICRO_BATCH]
 
 
-def _choose_fastest(runs: list[EvaluatedPlan]) -> EvaluatedPlan | None:
-    """Return the fastest run; one that offloads activations only if it is clearly faster, or the others are
-    tight."""
+def _choose_fastest(runs: list[EvaluatedPlan], wanted: Recipe) -> EvaluatedPlan | None:
+    """Return the fastest run, with no change to the recipe ``wanted`` that gains nothing; one that offloads
+    activations only if it is clearly faster, or the others are tight."""
     # Offloaded activations need host memory and a fast host link, so they need a clear gain.
     moved = find_fastest(run for run in runs if run.moves_activations)
-    resident = find_fastest(run for run in runs if not run.moves_activations)
+    on_gpu = [run for run in runs if not run.moves_activations]
+    resident = _choose_least_changed(on_gpu, find_fastest(on_gpu), wanted)
     if moved is None or resident is None:
         return moved or resident
     is_looser = (
         resident.report.is_tight and not moved.report.is_tight and not is_faster(resident, moved, SAFE)
     )
     return moved if is_looser or is_faster(moved, resident) else resident
+
+
+def _choose_least_changed(
+    runs: Iterable[EvaluatedPlan], fastest: EvaluatedPlan | None, wanted: Recipe
+) -> EvaluatedPlan | None:
+    """Return the run with the fewest changes that is about as fast as ``fastest``, and of these the
+    leanest."""
+    # Tight plans are compared with those of other layouts next, as they are.
+    if fastest is None or fastest.seconds is None or fastest.report.is_tight:
+        return fastest
+    loose = (run for run in runs if run.fits and not run.report.is_tight)
+    near = [run for run in loose if not is_faster(fastest, run, WORTH_A_SETTING)]
+    return min(
+        near,
+        key=lambda run: (
+            (run.plan.recipe.loss != wanted.loss) + (run.plan.recipe.recompute != wanted.recompute),
+            run.report.peak_bytes,
+        ),
+    )
 
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
