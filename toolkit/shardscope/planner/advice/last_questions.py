@@ -81,16 +81,20 @@ def ask_plan_on_screen(path: QuestionPath) -> None:
         "A predicted difference that is no larger than our usual prediction error is no reason to change a "
         "plan that fits with room."
     )
+    # Compared with the plan as it would be advised: ask_overlap() comes later.
+    best = None if current is None else path.evaluator.with_overlap(current)
     # The same plan, or the only one that fits: keep it without a comparison.
-    if current is None or mine.plan == current.plan:
+    if current is None or best is None or mine.plan == best.plan:
         path.keeps_on_screen = True
         path.set_current(ON_SCREEN, mine)
         path.record_turn(ON_SCREEN, question, "Yes.", describe_figures(mine), why, mine, taken=True)
         return
-    comparison = path.compare_plans(mine, current)
+    comparison = path.compare_plans(mine, best)
+    if best is not current:
+        comparison += ", whose collectives overlap"
     # Dominance counts even within the prediction error: two differences of one sign are more than noise in
     # one.
-    if is_dominating(mine, current, path.evaluator.recipe, path.familiar) or _is_as_good(path, mine, current):
+    if is_dominating(mine, best, path.evaluator.recipe, path.familiar) or _is_as_good(path, mine, best):
         path.keeps_on_screen = True
         path.set_current(ON_SCREEN, mine)
         answer = f"Yes: {path.name_plan(mine)}, {comparison}."
