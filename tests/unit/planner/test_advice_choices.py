@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice.advice import Advice, recommend
 from shardscope.planner.advice.plans_from_search import WORTH_ONE_MORE
 
@@ -134,3 +135,15 @@ def test_a_far_faster_alternative_is_named() -> None:
     ratio = advice.plan.step().seconds / advice.alternatives[0][0].step().seconds
     assert ratio > WORTH_ONE_MORE
     assert advice.why.endswith(f" is predicted to be {100 * (ratio - 1):.0f} % faster.")
+
+
+def test_the_alternative_that_can_be_launched_is_near_the_fastest_of_the_search() -> None:
+    """It was 24 % slower than the advised plan, which cannot be; one that is 14 % slower was not named."""
+    advice = recommend_plan("qwen3-8b", f"2x8x{H100}", seq_len=131072, global_batch_size=4)
+    assert advice.plan is not None and not is_trained(advice.plan)
+    other, text = advice.alternatives[0]
+    assert is_trained(other) and "can be launched here" in text
+    fastest = replace(advice.plan, recipe=ss.Recipe(seq_len=131072, global_batch_size=4, recompute="selective"),
+                      layout=ss.Layout.fsdp2(cp=16))  # fmt: skip
+    assert fastest.memory().verdict == "fits" and is_trained(fastest)
+    assert other.step().seconds <= 1.05 * fastest.step().seconds

@@ -187,6 +187,15 @@ def find_alternatives(
     return [(one.plan, describe_alternative(one, advised, evaluator)) for one in better.values()]
 
 
+def find_launched(
+    evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
+) -> EvaluatedPlan | None:
+    """Return the simplest of the plans that can be launched here and are near the fastest of these."""
+    rows = _list_rows_with_room(ranking, advised)
+    seconds = ranking.get_step_seconds(rows)
+    return _find_simplest_near_fastest(evaluator, ranking, rows, familiar, seconds)
+
+
 def describe_alternative(evaluated: EvaluatedPlan, advised: EvaluatedPlan, evaluator: PlanEvaluator) -> str:
     """Return one sentence with the gain and cost of a plan compared with the recommended one."""
     sentence = describe_gain(descriptions.name_plan(evaluated.plan, evaluator.recipe), evaluated, advised)
