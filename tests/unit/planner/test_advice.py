@@ -652,14 +652,13 @@ def test_the_answer_about_links_describes_the_recommended_plan() -> None:
     assert ("HSDP" in turn.answer) == (advice.plan.degrees.replicate > 1 and advice.plan.degrees.shard > 1)
 
 
-def test_a_far_faster_alternative_is_named_and_nodes_of_one_gpu_have_no_link_inside() -> None:
-    """It advised 3 % of the peak, and a more complex plan "only if a measured run shows the need"."""
+def test_a_far_faster_plan_with_one_more_degree_is_advised_and_nodes_of_one_gpu_have_no_link_inside() -> None:
+    """It advised 3 % of the peak; pipeline stages, which take as few options, are 4.5 times as fast."""
     cluster = replace(ss.Cluster.parse("64x1xmi300x-192gb"), inter_node_link=links["ethernet-100g"])
     advice = recommend(ss.models["qwen2.5-14b"], cluster, ss.Recipe())
-    assert advice.plan is not None
-    ratio = advice.plan.step().seconds / advice.alternatives[0][0].step().seconds
-    assert ratio > 2
-    assert advice.why.endswith(f" is predicted to be {ratio:.1f}x faster.")
+    assert advice.plan is not None and why_not_trained(advice.plan) is None
+    sharded = ss.Plan(advice.plan.architecture, cluster, advice.plan.recipe, ss.Layout.fsdp2())
+    assert 3 * advice.plan.step().seconds < sharded.step().seconds
     turn = next(turn for turn in advice.path if "links" in turn.question)
     assert turn.answer == "A node has one GPU: every degree crosses nodes."
 

@@ -28,6 +28,7 @@ from shardscope.planner.advice.plans_from_search import (
     describe_gain,
     describe_obstacles,
     find_alternatives,
+    find_launched,
     find_simplest,
     search_all_layouts,
 )
@@ -53,7 +54,7 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     # First what corrects the request itself: a format that the GPUs lack, a batch that does not divide.
     alternatives = _describe_if_any(_try_fp16(evaluator, advised), evaluator)
     alternatives += try_even_batch(evaluator, advised)
-    alternatives += _list_launchable(evaluator, advised)
+    alternatives += _list_launchable(path, advised)
     settings = try_single_settings(path, advised)
     runs = [one for one in settings if is_trained(one[0]) or not is_trained(advised.plan)]
     clear = [one for one in runs if _is_faster_plan(one[0], advised)]
@@ -90,12 +91,17 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     return alternatives + settings
 
 
-def _list_launchable(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> list[tuple[Plan, str]]:
-    """Return the fastest plan so far that can be launched here, if the recommended one cannot and is not over
-    a third faster."""
+def _list_launchable(path: QuestionPath, advised: EvaluatedPlan) -> list[tuple[Plan, str]]:
+    """Return the fastest plan so far, or of the search, that can be launched here, if the recommended one
+    cannot and is not over a third faster."""
     if is_trained(advised.plan) or advised.seconds is None:
         return []
-    best = find_fastest(one for one in evaluator.fitting.values() if is_trained(one.plan))
+    evaluator = path.evaluator
+    runs = [one for one in evaluator.fitting.values() if is_trained(one.plan)]
+    searched = (
+        None if path.ranking is None else find_launched(evaluator, path.ranking, advised, path.familiar)
+    )
+    best = find_fastest(runs if searched is None else [*runs, searched])
     if best is None or best.seconds is None or is_faster(advised, best, SAFE):
         return []
     gain = describe_gain(descriptions.name_plan(best.plan, evaluator.recipe), best, advised)

@@ -1,5 +1,5 @@
-"""The last questions: remaining memory, the plan on screen, one script, the team's frameworks, and one more
-setting."""
+"""The last questions: remaining memory, the plan on screen, overlap, one script, the team's frameworks, and
+one more setting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice import descriptions
-from shardscope.planner.advice.plan_evaluator import PAYS, WORTH_A_SETTING
+from shardscope.planner.advice.plan_evaluator import LEAST_GAIN, PAYS, WORTH_A_SETTING
 from shardscope.planner.advice.plans_from_search import WORTH_ONE_MORE, find_better
 from shardscope.planner.advice.question_path import describe_figures
 from shardscope.planner.advice.simplicity import is_dominating
@@ -81,16 +81,20 @@ def ask_plan_on_screen(path: QuestionPath) -> None:
         "A predicted difference that is no larger than our usual prediction error is no reason to change a "
         "plan that fits with room."
     )
+    # Compared with the plan as it would be advised: ask_overlap() comes later.
+    best = None if current is None else path.evaluator.with_overlap(current)
     # The same plan, or the only one that fits: keep it without a comparison.
-    if current is None or mine.plan == current.plan:
+    if current is None or best is None or mine.plan == best.plan:
         path.keeps_on_screen = True
         path.set_current(ON_SCREEN, mine)
         path.record_turn(ON_SCREEN, question, "Yes.", describe_figures(mine), why, mine, taken=True)
         return
-    comparison = path.compare_plans(mine, current)
+    comparison = path.compare_plans(mine, best)
+    if best is not current:
+        comparison += ", whose collectives overlap"
     # Dominance counts even within the prediction error: two differences of one sign are more than noise in
     # one.
-    if is_dominating(mine, current, path.evaluator.recipe, path.familiar) or _is_as_good(path, mine, current):
+    if is_dominating(mine, best, path.evaluator.recipe, path.familiar) or _is_as_good(path, mine, best):
         path.keeps_on_screen = True
         path.set_current(ON_SCREEN, mine)
         answer = f"Yes: {path.name_plan(mine)}, {comparison}."
@@ -138,8 +142,8 @@ def ask_dominating_plan(path: QuestionPath) -> None:
         describe_figures(current),
         "A search over all layouts is compared with the questions. A plan that is as simple is better if it "
         f"is faster and needs less memory, if it is over {100 * (PAYS - 1):.0f} % faster and not tight, or "
-        "if only the other one is tight. Each further option, or the next framework by effort, is worth it "
-        f"if the step is {WORTH_ONE_MORE:g} times as fast.",
+        "if only the other one is tight. Each further option or degree, or the next framework by effort, is "
+        f"worth it if the step is {WORTH_ONE_MORE:g} times as fast.",
         current,
         taken=True,
     )
@@ -227,8 +231,30 @@ def ask_team(path: QuestionPath) -> None:
     )
 
 
-LEAST_GAIN = 1.005
-"""Speedup from which the text calls a step faster."""
+def ask_overlap(path: QuestionPath) -> None:
+    """Ask whether options that overlap collectives with computation make the plan faster, and set them."""
+    current = path.current
+    if current is None or current.seconds is None or path.keeps_on_screen:
+        return
+    overlapped = path.evaluator.with_overlap(current)
+    if overlapped is current:
+        return
+    before, after = current.plan.layout, overlapped.plan.layout
+    names = join_list([
+        f"{name}={getattr(after, name)!r}"
+        for name in after.__dataclass_fields__
+        if getattr(after, name) != getattr(before, name)
+    ])  # fmt: skip
+    path.record_turn(
+        "",
+        "Can gradients and weights travel while it computes?",
+        f"Yes: with {names}, {descriptions.compare_speed(overlapped, current)}.",
+        describe_figures(overlapped),
+        f"{current.plan.layout.title} waits for them by default; layout and training stay as they are.",
+        overlapped,
+        taken=True,
+    )
+    path.set_current(path.rung, overlapped)
 
 
 def ask_one_setting(path: QuestionPath) -> None:

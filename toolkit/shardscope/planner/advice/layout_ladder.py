@@ -63,11 +63,12 @@ def _list_replicas(cluster: Cluster) -> tuple[int, ...]:
 
 
 def build_split_inside_a_node(cluster: Cluster) -> Rung:
-    """Return FSDP2 with tensor or context parallelism inside a node."""
+    """Return FSDP2 with tensor or context parallelism inside a node, sharded over all nodes or in each."""
     degrees = [degree for degree in list_divisors(cluster.gpus_per_node) if 1 < degree <= MAX_TENSOR_PARALLEL]
+    replicas = _list_replicas(cluster)
     return Rung((
-        *(Layout.fsdp2(tp=degree) for degree in degrees),
-        *(Layout.fsdp2(cp=degree) for degree in degrees),
+        *(Layout.fsdp2(tp=degree, replicate=copies) for copies in replicas for degree in degrees),
+        *(Layout.fsdp2(cp=degree, replicate=copies) for copies in replicas for degree in degrees),
     ))  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from shardscope.core.errors import FieldError
 from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
+from shardscope.core.serialization import replace_fields
+from shardscope.frameworks.registry import frameworks
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages
 from shardscope.planner.repairs.single_changes import OFFLOADS
 from shardscope.prediction.support import list_supported
@@ -37,6 +39,9 @@ forward pass compared with one forward and a backward of twice its length."""
 
 WORTH_A_SETTING = 1.02
 """Speedup from which a setting without effort is worth changing: the micro-batch or the recomputation."""
+
+LEAST_GAIN = 1.005
+"""Speedup from which the text calls a step faster, and from which an option without cost is set."""
 
 LARGEST_MICRO_BATCH = 64
 
@@ -177,7 +182,7 @@ class PlanEvaluator:
         as_wanted = wanted if isinstance(wanted, EvaluatedPlan) else None
         if not runs:
             return Outcome(None, None, None, refusal)
-        best = _choose_fastest(runs)
+        best = _choose_fastest(runs, self.recipe)
         nearest = None if best else min(runs, key=lambda evaluated: evaluated.shortage)
         return Outcome(as_wanted, best, nearest, refusal)
 
@@ -195,12 +200,27 @@ class PlanEvaluator:
                 yield [one for one in recipes if one != recipe]
 
     def with_room(self, evaluated: EvaluatedPlan) -> EvaluatedPlan:
-        """Return the same layout with the remaining memory used: the fastest of larger micro-batches, with
-        other recomputation too, that is not tight; ``evaluated`` itself if the gain is negligible."""
+        """Return the same layout with the remaining memory used, not tightly: the smallest micro-batch, with
+        any recomputation, that is about as fast as the fastest; ``evaluated`` itself if the gain is
+        negligible."""
         key = (evaluated.plan.layout, evaluated.plan.recipe)
         if key not in self._with_room:
             self._with_room[key] = self._find_larger(evaluated)
         return self._with_room[key]
+
+    def with_overlap(self, evaluated: EvaluatedPlan) -> EvaluatedPlan:
+        """Return the same plan with the options on that overlap collectives with computation, which
+        frameworks and a search leave off; ``evaluated`` itself if they gain nothing or make it tight."""
+        defaults = frameworks[evaluated.plan.layout.framework].defaults()
+        options = defaults.find_overlap_options(evaluated.plan)
+        if not options:
+            return evaluated
+        layout = replace_fields(evaluated.plan.layout, options)
+        overlapped = self.evaluate_fitting_plan(layout, evaluated.plan.recipe)
+        if overlapped is None or not is_faster(overlapped, evaluated, LEAST_GAIN):
+            return evaluated
+        becomes_tight = overlapped.report.is_tight and not evaluated.report.is_tight
+        return evaluated if becomes_tight else overlapped
 
     def _find_larger(self, evaluated: EvaluatedPlan) -> EvaluatedPlan:
         best = evaluated
@@ -208,9 +228,10 @@ class PlanEvaluator:
         # how the model is called, so it must be faster by more than the prediction error.
         for loss in _list_losses(evaluated.plan.recipe, evaluated.plan.layout):
             is_own = loss == evaluated.plan.recipe.loss
-            larger = find_fastest([evaluated, *self._list_larger(evaluated, loss)])
-            if larger and is_faster(larger, best, WORTH_A_SETTING if is_own else PAYS):
-                best = larger
+            larger = list(self._list_larger(evaluated, loss))
+            fastest = find_fastest([evaluated, *larger])
+            if fastest and is_faster(fastest, best, WORTH_A_SETTING if is_own else PAYS):
+                best = _choose_smallest(larger, fastest, evaluated.plan.recipe)
         return best
 
     def _list_larger(self, evaluated: EvaluatedPlan, loss: Loss | None) -> Iterator[EvaluatedPlan]:
@@ -235,6 +256,21 @@ class PlanEvaluator:
                 if not larger.fits or larger.report.is_tight:
                     break
                 yield larger
+
+
+def _choose_smallest(runs: Iterable[EvaluatedPlan], fastest: EvaluatedPlan, recipe: Recipe) -> EvaluatedPlan:
+    """Return the smallest micro-batch that is about as fast as ``fastest``, preferably with the recomputation
+    of ``recipe``, then the one that needs the least memory."""
+    # Doubling the micro-batch doubles the activations; a gain below WORTH_A_SETTING is not worth them.
+    near = [run for run in (*runs, fastest) if not is_faster(fastest, run, WORTH_A_SETTING)]
+    return min(
+        near,
+        key=lambda run: (
+            run.plan.recipe.micro_batch_size,
+            run.plan.recipe.recompute != recipe.recompute,
+            run.report.peak_bytes,
+        ),
+    )
 
 
 def has_offload(layout: Layout) -> bool:
@@ -273,18 +309,38 @@ def _list_larger_sizes(plan: Plan) -> list[int]:
     return [size for size in sizes if plan.recipe.micro_batch_size <= size <= LARGEST_MICRO_BATCH]
 
 
-def _choose_fastest(runs: list[EvaluatedPlan]) -> EvaluatedPlan | None:
-    """Return the fastest run; one that offloads activations only if it is clearly faster, or the others are
-    tight."""
+def _choose_fastest(runs: list[EvaluatedPlan], wanted: Recipe) -> EvaluatedPlan | None:
+    """Return the fastest run, with no change to the recipe ``wanted`` that gains nothing; one that offloads
+    activations only if it is clearly faster, or the others are tight."""
     # Offloaded activations need host memory and a fast host link, so they need a clear gain.
     moved = find_fastest(run for run in runs if run.moves_activations)
-    resident = find_fastest(run for run in runs if not run.moves_activations)
+    on_gpu = [run for run in runs if not run.moves_activations]
+    resident = _choose_least_changed(on_gpu, find_fastest(on_gpu), wanted)
     if moved is None or resident is None:
         return moved or resident
     is_looser = (
         resident.report.is_tight and not moved.report.is_tight and not is_faster(resident, moved, SAFE)
     )
     return moved if is_looser or is_faster(moved, resident) else resident
+
+
+def _choose_least_changed(
+    runs: Iterable[EvaluatedPlan], fastest: EvaluatedPlan | None, wanted: Recipe
+) -> EvaluatedPlan | None:
+    """Return the run with the fewest changes that is about as fast as ``fastest``, and of these the
+    leanest."""
+    # Tight plans are compared with those of other layouts next, as they are.
+    if fastest is None or fastest.seconds is None or fastest.report.is_tight:
+        return fastest
+    loose = (run for run in runs if run.fits and not run.report.is_tight)
+    near = [run for run in loose if not is_faster(fastest, run, WORTH_A_SETTING)]
+    return min(
+        near,
+        key=lambda run: (
+            (run.plan.recipe.loss != wanted.loss) + (run.plan.recipe.recompute != wanted.recompute),
+            run.report.peak_bytes,
+        ),
+    )
 
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -11,6 +11,7 @@ import numpy as np
 from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.frameworks.registry import is_trained, why_not_trained
+from shardscope.frameworks.search_grid import DATA_PARALLEL, DEGREES
 from shardscope.planner.advice import descriptions
 from shardscope.planner.advice.plan_evaluator import (
     PAYS,
@@ -41,10 +42,10 @@ MAX_ALTERNATIVES = 2
 NEAR = 1.05
 """Largest ratio of step times that a prediction cannot distinguish: the simplest of such plans is offered."""
 WORTH_ONE_MORE = 1.5
-"""How many times faster a plan must be to be advised although it takes one more option, or the next
-framework by effort."""
+"""How many times faster a plan must be to be advised although it takes one more option or degree, or the
+next framework by effort."""
 MAX_CHECKED = 400
-"""Number of the search's fastest plans that are checked for whether they can be launched here."""
+"""Number of the search's fastest kinds of plans that are checked for whether they can be launched here."""
 
 
 def search_all_layouts(evaluator: PlanEvaluator, progress: Progress) -> Ranking | None:
@@ -118,8 +119,9 @@ def find_better(
     """Return a plan of the search that is better than ``advised`` and as simple: leaner and faster, clearly
     faster and not tight, or not tight where ``advised`` is.
 
-    A leaner one may take one more option, or the next framework by effort, if it is much faster
-    (:data:`WORTH_ONE_MORE`). None if there is none that can be launched here, or none at all where
+    A plan that is leaner or not tight may take one more option or degree, or the next framework by effort, if
+    it is much faster (:data:`WORTH_ONE_MORE`). Where ``advised`` is tight and no plan as simple is not, it
+    may if it is about as fast. None if there is none that can be launched here, or none at all where
     ``advised`` cannot be launched either.
     """
     if advised.seconds is None:
@@ -128,22 +130,34 @@ def find_better(
     seconds, peak = ranking.get_step_seconds(rows), ranking.peak_bytes[rows]
     limit = compute_simplicity(advised.plan, evaluator.recipe, familiar)
     simplicity = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
+    is_loose = ~ranking.is_tight[rows]
     # Better in both, and clearly in at least one: differences in both that are within the error are no reason
     # to advise another plan.
     better = (seconds < advised.seconds) & (peak < advised.report.peak_bytes)
     counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
     simple = simplicity.is_as_simple_as(limit)
-    is_worth_one = seconds * WORTH_ONE_MORE < advised.seconds
-    # One more option is one more setting, or the next framework by effort: a plan with its training state
-    # in host memory is no simpler than ZeRO-3 with all of it on the GPUs.
-    limits = (limit._replace(settings=limit.settings + 1), limit._replace(effort=limit.effort + 1))
-    one_more = is_worth_one & np.logical_or(*(simplicity.is_as_simple_as(one) for one in limits))
+    # One more option is one more setting, which may be a degree, or the next framework by effort: a plan with
+    # its training state in host memory is no simpler than ZeRO-3 with all of it on the GPUs.
+    limits = (
+        limit._replace(settings=limit.settings + 1, degrees=limit.degrees + 1),
+        limit._replace(effort=limit.effort + 1),
+    )
+    one_more = np.logical_or(*(simplicity.is_as_simple_as(one) for one in limits))
+    is_worth_one = (better | is_loose) & (seconds * WORTH_ONE_MORE < advised.seconds)
     # Memory that stays free is no reason for a plan that is clearly slower; a tight plan may not run at all,
-    # so a looser one may cost as much as recomputation could.
+    # so a looser one may cost as much as recomputation could, or one more option.
     most = advised.seconds * SAFE if advised.report.is_tight else advised.seconds / PAYS
-    as_loose = simple & ~ranking.is_tight[rows] & (seconds < most)
-    rows = rows[(better & counts & (simple | one_more)) | as_loose]
+    as_loose = simple & is_loose & (seconds < most)
+    if advised.report.is_tight and not as_loose.any():
+        as_loose = one_more & is_loose & (seconds < advised.seconds * PAYS)
+    wanted = (better & counts & simple) | (one_more & is_worth_one) | as_loose
+    rows = rows[wanted]
     launched = _find_first_launched(evaluator, ranking, rows)
+    if launched is not None and launched.seconds is not None:
+        # Of those about as fast, the simplest, and of these the leanest, such as a smaller micro-batch.
+        near = rows[ranking.get_step_seconds(rows) <= WORTH_A_SETTING * launched.seconds]
+        by_simplicity = _sort_by_simplicity(evaluator, ranking, near, familiar, ranking.peak_bytes[near])
+        return _find_first_launched(evaluator, ranking, by_simplicity, keep_order=True)
     if launched is not None or is_trained(advised.plan) or not len(rows):
         return launched
     return _try_row(evaluator, ranking, rows[np.argmin(ranking.get_step_seconds(rows))])
@@ -163,9 +177,23 @@ def find_alternatives(
     # Next to a tight plan the leaner one matters more than the faster one.
     if advised.report.is_tight:
         offered.reverse()
-    better = [one for one in offered if one and not is_dominating(one, advised, evaluator.recipe, familiar)]
-    better = [one for one in better if one.plan != advised.plan]
-    return [(one.plan, describe_alternative(one, advised, evaluator)) for one in better]
+    # With the options that the recommended plan has, too. The same plan may be both faster and leaner.
+    offered = [one and evaluator.with_overlap(one) for one in offered]
+    better = {
+        one.plan: one
+        for one in offered
+        if one and one.plan != advised.plan and not is_dominating(one, advised, evaluator.recipe, familiar)
+    }
+    return [(one.plan, describe_alternative(one, advised, evaluator)) for one in better.values()]
+
+
+def find_launched(
+    evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
+) -> EvaluatedPlan | None:
+    """Return the simplest of the plans that can be launched here and are near the fastest of these."""
+    rows = _list_rows_with_room(ranking, advised)
+    seconds = ranking.get_step_seconds(rows)
+    return _find_simplest_near_fastest(evaluator, ranking, rows, familiar, seconds)
 
 
 def describe_alternative(evaluated: EvaluatedPlan, advised: EvaluatedPlan, evaluator: PlanEvaluator) -> str:
@@ -217,24 +245,50 @@ def _find_faster(
         rows = rows[ranking.get_step_seconds(rows) * SAFE < (advised.seconds or 0.0)]
     if not len(rows):
         return None
-    launched = _find_first_launched(evaluator, ranking, rows)
-    if launched is not None and launched.seconds is not None:
-        # Predictions cannot distinguish the plans near the fastest: offer the simplest of them.
-        near = rows[ranking.get_step_seconds(rows) <= NEAR * launched.seconds]
-        return _find_first_launched(
-            evaluator, ranking, _sort_by_simplicity(evaluator, ranking, near, familiar), keep_order=True
+    # A tight plan is no way out of a tight one, if there is another.
+    loose = rows[~ranking.is_tight[rows]]
+    for pool in (loose, rows):
+        simplest = _find_simplest_near_fastest(
+            evaluator, ranking, pool, familiar, ranking.get_step_seconds(pool)
         )
+        if simplest is not None:
+            return simplest
+    rows = loose if len(loose) else rows
     return _try_row(evaluator, ranking, rows[np.argmin(ranking.get_step_seconds(rows))])
+
+
+def _find_simplest_near_fastest(
+    evaluator: PlanEvaluator,
+    ranking: Ranking,
+    rows: NDArray[np.int64],
+    familiar: Collection[str],
+    costs: NDArray[np.int64] | NDArray[np.float64],
+) -> EvaluatedPlan | None:
+    """Return the simplest of ``rows`` that can be launched here and are near the fastest of these, with the
+    smallest of ``costs``."""
+    launched = _find_first_launched(evaluator, ranking, rows)
+    if launched is None or launched.seconds is None:
+        return None
+    # Predictions cannot distinguish the plans near the fastest.
+    is_near = ranking.get_step_seconds(rows) <= NEAR * launched.seconds
+    by_simplicity = _sort_by_simplicity(evaluator, ranking, rows[is_near], familiar, costs[is_near])
+    return _find_first_launched(evaluator, ranking, by_simplicity, keep_order=True)
 
 
 def _find_leaner(
     evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
 ) -> EvaluatedPlan | None:
     """Return the leanest of the plans near the fastest that need clearly less memory and at most one more
-    setting."""
+    setting; next to a tight plan, the simplest that is not tight, if there is one."""
     # A leaner plan is a choice, so that it never needs memory of unknown size.
     rows = _list_rows_with_room(ranking, advised)
     rows = rows[ranking.is_room_known[rows]]
+    if advised.report.is_tight:
+        loose = rows[~ranking.is_tight[rows]]
+        loose = loose[ranking.get_step_seconds(loose) < SAFE * (advised.seconds or 0.0)]
+        simplest = _find_simplest_near_fastest(evaluator, ranking, loose, familiar, ranking.peak_bytes[loose])
+        if simplest is not None:
+            return simplest
     limit = compute_simplicity(advised.plan, evaluator.recipe, familiar)
     effort, _, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
     rows = rows[
@@ -271,10 +325,15 @@ def _list_rows_with_room(ranking: Ranking, advised: EvaluatedPlan) -> NDArray[np
 
 
 def _sort_by_simplicity(
-    evaluator: PlanEvaluator, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
+    evaluator: PlanEvaluator,
+    ranking: Ranking,
+    rows: NDArray[np.int64],
+    familiar: Collection[str],
+    costs: NDArray[np.int64] | NDArray[np.float64],
 ) -> NDArray[np.int64]:
+    """Return ``rows`` from simple to complex; equally simple ones by their ``costs``."""
     effort, _, settings = compute_simplicity_of_rows(ranking, rows, evaluator.recipe, familiar)
-    return rows[np.lexsort((ranking.get_step_seconds(rows), settings, effort))]
+    return rows[np.lexsort((costs, settings, effort))]
 
 
 def _find_first_launched(
@@ -285,7 +344,12 @@ def _find_first_launched(
     if not keep_order:
         rows = rows[np.argsort(ranking.get_step_seconds(rows), kind="stable")]
     # Whether a plan can be launched is asked plan by plan, in Python, so the number of questions is bounded.
-    for row in rows[:MAX_CHECKED]:
+    # It depends on the options and on which degrees are above 1, not on their size: ask once for each.
+    kinds = ranking.owners(rows)
+    for name in (name for name in DEGREES if name != DATA_PARALLEL):
+        kinds = 2 * kinds + (ranking.column(name)[rows] > 1)
+    firsts = np.unique(kinds, return_index=True)[1]
+    for row in rows[np.sort(firsts)][:MAX_CHECKED]:
         if is_trained(ranking.plan(int(row))):
             return _try_row(evaluator, ranking, row)
     return None

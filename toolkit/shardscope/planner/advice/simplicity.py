@@ -28,6 +28,10 @@ EASED = ("recompute", "loss", "kernels", "attention")
 """Recipe fields that count as a setting if they differ from the requested recipe."""
 
 
+OVERLAP = ("overlap_grad_reduce", "overlap_param_gather", "overlap_comm")
+"""Layout options that do not count: they send the same while the GPU computes."""
+
+
 class Simplicity(NamedTuple):
     """Effort and number of settings of a plan; less is simpler."""
 
@@ -123,7 +127,7 @@ def _num_options(layout: Layout) -> int:
     return sum(
         getattr(layout, name) != getattr(plain, name)
         for name in layout.__dataclass_fields__
-        if name not in COUNTED and name != "shard"
+        if name not in COUNTED and name not in OVERLAP and name != "shard"
     )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.serialization import replace_fields
+from shardscope.planner.advice.descriptions import compare_seconds
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.memory_needs import fits
 
@@ -59,11 +60,17 @@ class Case:
         return 0.0 if self.step is None else self.step.parts[part] / self.step.seconds
 
     def compute_gain(self, variant: Variant) -> float:
-        """Return the share of the step by which ``variant`` is faster for the same tokens; negative if
-        slower."""
+        """Return the share of the step by which ``variant`` is shorter for the same tokens; negative if
+        longer."""
         if self.step is None:
             return 0.0
         return 1 - self.step.tokens_per_second / variant.step.tokens_per_second
+
+    def describe_speedup(self, variant: Variant) -> str:
+        """Return how much faster ``variant`` is for the same tokens, as text: ``34 % faster``, as advice
+        does."""
+        assert self.step is not None
+        return compare_seconds(1 / variant.step.tokens_per_second, 1 / self.step.tokens_per_second)
 
     def describe_slowdown(self, plan: Plan | None) -> str:
         """Return how much longer the step of the fixed ``plan`` takes, as text: ``, 24 % slower``; empty if

@@ -10,6 +10,7 @@ from shardscope.core.cluster import name_device
 from shardscope.core.finding import Finding, PlanChange, Question
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
+from shardscope.frameworks.registry import is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.plan_evaluator import PAYS, SAFE, has_offload
 from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
@@ -72,7 +73,10 @@ def check_tight_fit(case: Case) -> Iterator[Finding]:
     if recipe.loss is None and recipe.kernels is None and "chunked" in list_supported(layout, "loss"):
         changes.append({"loss": "chunked"})
     candidates = evaluate_variants(case.plan, [(change, {}) for change in changes])
-    best = find_fastest(variant for variant in candidates if not variant.memory.is_tight)
+    loose = [variant for variant in candidates if not variant.memory.is_tight]
+    # A plan that can be launched must not become one that cannot, unless nothing else is enough.
+    launched = [variant for variant in loose if _keeps_launch(case, variant.plan)]
+    best = find_fastest(launched or loose)
     # Without a single fix, a click searches all layouts, then more nodes and smaller models, which takes
     # seconds.
     share = memory.peak_bytes / memory.usable_bytes
@@ -170,13 +174,25 @@ def _several_changes(plan: Plan) -> PlanChange | None:
 
 
 def _find_sufficient(case: Case) -> Repair | None:
-    """Return the cheapest change that is sufficient and keeps the training method. Lower precision comes
-    last, because other checks warn about it."""
+    """Return the cheapest change that is sufficient and keeps the training method. Those that cannot be
+    launched here come last, if the plan can be, and lower precision, because other checks warn about it."""
     method, precision = case.plan.recipe.method, case.plan.recipe.precision
     same_task = [repair for repair in case.repairs if repair.plan.recipe.method == method]
     # Repairs are sorted by time, so the first one of the plan's own precision is the cheapest.
     enough = [repair for repair in same_task if fits(repair.plan, repair.plan.memory())]
-    return min(enough, key=lambda repair: repair.plan.recipe.precision != precision, default=None)
+    return min(
+        enough,
+        key=lambda repair: (
+            repair.plan.recipe.precision != precision,
+            not _keeps_launch(case, repair.plan),
+        ),
+        default=None,
+    )
+
+
+def _keeps_launch(case: Case, other: Plan) -> bool:
+    """Return whether a plan can be launched here, if the one under inspection can be."""
+    return is_trained(other) or not is_trained(case.plan)
 
 
 def _report_unknown(plan: Plan, need: MemoryNeed) -> Finding:

@@ -95,8 +95,7 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
         severity="warning",
         why=f"A layer's gather moves {part / 1e3:,.0f} kB from each of {shards} ranks; over {link.name} "
         f"({format_bandwidth(link.bandwidth_bytes_per_second)}) the latency of a message is worth "
-        f"{latency / 1e3:,.0f} kB. {few} is "
-        f"{format_percent(case.compute_gain(fixed))} faster.",
+        f"{latency / 1e3:,.0f} kB. {few} is {case.describe_speedup(fixed)}.",
         number=part,
         change=change,
         plan=fixed.plan,
@@ -137,8 +136,7 @@ def check_shards_across_nodes(case: Case) -> Iterator[Finding]:
         severity="warning",
         why=f"All-gathers and reductions over {shards} ranks cross nodes over {link.name} "
         f"({format_bandwidth(link.bandwidth_bytes_per_second)} per GPU): waiting for them takes "
-        f"{format_percent(share)} of the step. {where}, it is {format_percent(case.compute_gain(fixed))} "
-        "faster.",
+        f"{format_percent(share)} of the step. {where}, it is {case.describe_speedup(fixed)}.",
         number=100 * share,
         change=change,
         plan=fixed.plan,

@@ -51,11 +51,7 @@ def check_tensor_parallel_link(case: Case) -> Iterator[Finding]:
     widest = None if fixed else _find_widest_inside(plan)
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
     where = f"across nodes over {link.name}" if crosses else f"over {link.name}"
-    gain = (
-        ""
-        if fixed is None
-        else f", and {_format_degrees(fixed.plan)} is {format_percent(case.compute_gain(fixed))} faster"
-    )
+    gain = "" if fixed is None else f", and {_format_degrees(fixed.plan)} is {case.describe_speedup(fixed)}"
     yield Finding(
         name="tensor-parallel-over-slow-link",
         severity="danger" if share > 0.5 else "warning",

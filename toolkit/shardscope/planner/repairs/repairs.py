@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.html_table import render_html_table
 from shardscope.core.number_format import format_gib
+from shardscope.planner.advice.descriptions import compare_seconds
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages, fits, list_memory_needs
 from shardscope.planner.repairs.single_changes import Change, Ladder, list_ladders
 from shardscope.timing.paging import count_page_transfer_bytes
@@ -172,14 +173,8 @@ def describe_repairs(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
 def _describe_cost(repair: Repair, seconds: float) -> str:
     if math.isnan(repair.seconds_lost) or math.isnan(seconds):
         return "time unknown"
-    share = repair.seconds_lost / seconds
-    # Rounded to whole per cent, it would read "0 % slower".
-    if abs(share) < 0.005:
-        return "about as fast"
-    # Over twice as slow, a factor is easier to read than a percentage.
-    if share > 1:
-        return f"about {1 + share:.{0 if share > 9 else 1}f}x slower"
-    return f"about {100 * abs(share):.0f} % {'slower' if share > 0 else 'faster'}"
+    cost = compare_seconds(seconds + repair.seconds_lost, seconds)
+    return f"about {cost.replace('no faster', 'as fast')}"
 
 
 def _describe_paging(repair: Repair) -> str:
