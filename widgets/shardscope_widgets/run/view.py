@@ -18,6 +18,7 @@ from shardscope.records.follow import Follow
 from shardscope.records.nodes import RunNode
 from shardscope.runs.explain.failure import find_first_failure
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
+from shardscope.runs.profiling_request import is_recording
 from shardscope.runs.stop_request import Button
 from shardscope.runs.watch.pace import RATES, RECENT_STEPS, Pace, SlowestRank
 from shardscope_widgets.kit import controls
@@ -236,6 +237,8 @@ class RunView(View):
             status = run.status
             has_ended = status in FINAL
             can_stop = _can_stop(run, status)
+            if self._stop_requested and status == "stopping" and is_recording(run):
+                self._stop_requested = False
             self.stop_button.disabled = not can_stop or self._stop_requested
             self.save_button.disabled = status not in ("starting", "running")
             self.finish_button.disabled = self.save_button.disabled or self._finish_requested
@@ -415,7 +418,8 @@ class RunView(View):
     def _press_run_button(self, button: Button) -> None:
         if self.run is None:
             return
-        # "Stop" is still possible after "Save and stop": saving may take long.
+        # "Stop" is still possible after "Save and stop" (saving may take long), and after a "Stop" that waits
+        # for the trace of a recording.
         # Disabled at once: the status changes only when the supervisor has read the request.
         self._stop_requested |= button == "Stop"
         self.save_button.disabled = True
