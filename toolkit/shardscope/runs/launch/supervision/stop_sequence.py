@@ -211,8 +211,8 @@ class StopSequence:
         self.phase, self._save_requested_at = "record", self._read_clock()
         self.update_checkpoint_deadline()
         self.reason, self.returned_first = request, False
-        trace = "the ranks finish their step and write the trace of those recorded so far"
-        self._run.set_status("stopping", f"{request}: {trace}; a second stop ends them at once, without it")
+        writing = "the ranks write the trace of the recorded steps; a second stop ends them without it"
+        self._run.set_status("stopping", f"{request}: {writing}")
 
     def _records(self) -> bool:
         """Return whether the recording of a rank is in progress."""
