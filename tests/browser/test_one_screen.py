@@ -149,6 +149,11 @@ def test_a_run_uses_the_height_of_its_tab(
         assert is_clickable(page, ".ss-run-name") and is_clickable(page, ".ss-run-body")
         cut = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(each => each.innerText)"
         assert page.locator(".ss-facts b").evaluate_all(cut) == []
+        fill_input(page, "Steps", "100000")
+        steps = (
+            open_fold(page, "Run").locator(".ss-row", has=page.get_by_text("Steps")).locator("input").first
+        )
+        assert steps.evaluate("box => box.scrollWidth <= box.clientWidth")
 
 
 @pytest.mark.parametrize("size", few(SIZES, ["390x844"]))
