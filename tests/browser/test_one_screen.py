@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import TimeoutError, expect
 from served import Lab
-from studio_page import SCREENSHOTS, fill_input, open_fold, open_studio, use_theme
+from studio_page import SCREENSHOTS, choose_tab, fill_input, open_fold, open_studio, use_theme
 from tests.requirements import few, thorough
+
+import shardscope as ss
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from written_runs import write_run
 
 pytestmark = thorough()
 
@@ -116,6 +123,37 @@ def test_full_window_opens_and_closes(open_page: Callable[..., Any]) -> None:
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Full window").wait_for()
     assert page.locator(".ss-studio").bounding_box()["height"] <= MAX_HEIGHT
+
+
+@pytest.mark.parametrize("size", [(1440, 900), (720, 450)])
+def test_a_run_uses_the_height_of_its_tab(
+    open_page: Callable[..., Any], lab: Lab, size: tuple[int, int]
+) -> None:
+    shutil.rmtree(lab.folder / "runs", ignore_errors=True)
+    write_run(
+        "long-run",
+        parent=lab.folder / "runs",
+        num_done=12_345,
+        num_steps=100_000,
+        task=ss.Pretrain(num_steps=100_000),
+    )
+    page = open_page(*size)
+    choose_tab(page, "Runs")
+    page.get_by_role("button", name="long-run", exact=True).click()
+    page.wait_for_selector(".ss-run-body .main-svg", state="attached")
+    panel = page.locator(".ss-panel")
+    panel.evaluate("panel => panel.scrollTo(0, 10000)")
+    body, edge = page.locator(".ss-run-body").bounding_box(), panel.bounding_box()
+    assert 0 <= edge["y"] + edge["height"] - body["y"] - body["height"] < 20
+    if size[0] > 900:
+        assert is_clickable(page, ".ss-run-name") and is_clickable(page, ".ss-run-body")
+        cut = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(each => each.innerText)"
+        assert page.locator(".ss-facts b").evaluate_all(cut) == []
+        fill_input(page, "Steps", "100000")
+        steps = (
+            open_fold(page, "Run").locator(".ss-row", has=page.get_by_text("Steps")).locator("input").first
+        )
+        assert steps.evaluate("box => box.scrollWidth <= box.clientWidth")
 
 
 @pytest.mark.parametrize("size", few(SIZES, ["390x844"]))

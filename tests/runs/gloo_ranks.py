@@ -71,6 +71,7 @@ class StandInContext:
     device: Any = None
     engine: Any = None
     stop_at_look: int | None = None
+    stops_without_checkpoint: bool = False
     num_looks: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
     records: dict[str, Any] = field(default_factory=dict)

@@ -244,6 +244,17 @@ def reads_stop_and_commands(ctx: Any) -> None:
         ctx.log(loss=1.0)
 
 
+def reads_commands_only(ctx: Any) -> None:
+    """Collective steps of a task that never reads ``should_stop``."""
+    import torch
+    import torch.distributed as dist
+
+    while True:
+        dist.all_reduce(torch.ones(8))
+        ctx.commands()
+        ctx.log(loss=1.0)
+
+
 def accelerator(ctx: Any) -> None:
     """Accelerate finds the process group that is up."""
     from accelerate import Accelerator

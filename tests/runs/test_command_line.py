@@ -57,6 +57,8 @@ def test_a_run_outlives_launch_and_is_stopped_by_name(tmp_path: Path) -> None:
     assert launched["run"] == "long" and launched["num_steps"] == 100000
     handle = ss.Run.attach(launched["folder"])
     seconds_until(lambda: bool(handle.metrics()))
+    # Not "running", as if the stop had no effect.
+    assert json.loads(run(tmp_path, "stop", "long", "--json"))["status"] in ("stopping", "stopped")
     assert json.loads(run(tmp_path, "stop", "long", "--wait", "--json"))["status"] == "stopped"
 
 

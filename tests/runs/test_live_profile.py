@@ -146,22 +146,54 @@ def test_function_without_step_boundaries_is_refused(plan: Any, tmp_path: Path) 
     assert run.wait(30) == "stopped"
 
 
-@thorough()
-def test_stop_while_recording_is_clean(tmp_path: Path) -> None:
-    run = launch_training(tmp_path)
-    wait_for_steps(run)
-    run.profile(1000)
+def wait_for_ranks_to_record(run: ss.Run) -> None:
     seconds_until(
         lambda: (
             len(run.engine_reports()) == 2 and all("recording" in r for r in run.engine_reports().values())
         )
     )
+    started = len(run.metrics())
+    seconds_until(lambda: len(run.metrics()) > started + 8)
+
+
+@thorough()
+def test_stop_while_recording_keeps_the_trace_and_saves_no_checkpoint(tmp_path: Path) -> None:
+    run = launch_training(tmp_path, save_every=10_000)
+    wait_for_steps(run)
+    run.profile(1000)
+    wait_for_ranks_to_record(run)
     run.press("Stop")
+    assert run.wait(90) == "stopped" and run.error is None
+    counts = count_recorded_steps(run.trace())
+    assert set(counts) == {0, 1} and 1 <= counts[0] == counts[1] < 1000
+    assert not (run.folder / "tmp").exists() and not list(run.folder.glob("checkpoints/*"))
+
+
+@thorough()
+def test_second_stop_while_recording_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    run = launch_training(tmp_path)
+    wait_for_steps(run)
+    run.profile(1000, stacks=True, memory=True)
+    wait_for_ranks_to_record(run)
+    run.stop()
+    seconds_until(lambda: run.status == "stopping")
+    run.stop()
     assert run.wait(20) == "stopped" and run.error is None
-    # The ranks may have written what they had; a half-written file is never left.
     assert not (run.folder / "tmp").exists()
-    for number in RunFolder(run.folder).list_recordings():
-        assert run.trace(number).ranks
+    if not RunFolder(run.folder).list_recordings():
+        with pytest.raises(ValueError, match="it ended while it recorded"):
+            run.trace()
+
+
+@thorough()
+def test_stop_of_a_function_that_reads_no_stop_keeps_its_trace(plan: Any, tmp_path: Path) -> None:
+    run = ss.launch(plan, tasks.reads_commands_only, folder=tmp_path)
+    seconds_until(lambda: len(run.metrics()) > 4 or run.status == "failed")
+    run.profile(1000)
+    wait_for_ranks_to_record(run)
+    run.stop()
+    assert run.wait(60) == "stopped", run.error
+    assert set(count_recorded_steps(run.trace())) == {0, 1}
 
 
 @thorough()

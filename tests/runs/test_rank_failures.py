@@ -326,6 +326,8 @@ def test_the_fix_of_a_full_disk_is_one_that_the_task_has() -> None:
     assert "resume=" in make_exception_record(named, can_resume=True)["summary"]
     full = make_exception_record(unnamed, can_resume=True)["summary"]
     assert "Nearest fix: free some space" in full and "resume" not in full
+    rust = "Error while serializing: I/O error: No space left on device (os error 28)"
+    assert "Nearest fix: free some space" in make_exception_record(RuntimeError(rust))["summary"]
     limit = make_exception_record(OSError(errno.ENOSPC, "inotify watch limit reached"))["summary"]
     assert "Nearest fix" not in limit
 

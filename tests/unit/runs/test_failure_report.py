@@ -401,6 +401,28 @@ def test_failures_on_several_nodes_name_the_node(tmp_path: Path) -> None:
     assert report.reason.startswith("rank 2 on node 1 (gpu-07) ran out of GPU memory: ")
 
 
+def test_a_rank_that_another_process_terminated_is_the_cause(tmp_path: Path) -> None:
+    """A memory guard sends SIGTERM; torch elastic does to the other ranks, after one has ended."""
+    folder = run_folder(tmp_path, make_plan(ss.Layout.ddp()))
+    lost = {"time": 2.0, "summary": "raised RuntimeError: gone", "traceback": "T", "peer_lost": True}
+    write_json(folder.error(1), lost)
+    append_line(folder.exits, {"time": 2.5, "rank": 0, "code": -15})
+    append_line(folder.exits, {"time": 3.0, "rank": 1, "code": 1})
+    first, other = find_failures(folder, 2)
+    assert (first.rank, first.is_consequence, other.rank) == (0, False, 1)
+    assert first.reason.startswith("rank 0 was ended by SIGTERM: another process sent it")
+    # torch elastic's SIGTERM comes after the end of a rank.
+    folder.exits.unlink()
+    append_line(folder.exits, {"time": 3.0, "rank": 1, "code": 1})
+    append_line(folder.exits, {"time": 3.5, "rank": 0, "code": -15})
+    assert [failure.rank for failure in find_failures(folder, 2)] == [1, 0]
+    # Nor is it the cause beside a failure of another rank's own.
+    folder.exits.unlink()
+    write_json(folder.error(1), {**lost, "summary": "raised KeyError: 'x'", "peer_lost": False})
+    append_line(folder.exits, {"time": 1.0, "rank": 0, "code": -15})
+    assert [failure.rank for failure in find_failures(folder, 2)] == [1, 0]
+
+
 def test_a_rank_that_lost_its_peer_names_the_ranks_that_have_returned(tmp_path: Path) -> None:
     """Ranks with fewer batches than others return first: no rank has failed, and yet the run has."""
     folder = run_folder(tmp_path, make_plan(ss.Layout.ddp()))

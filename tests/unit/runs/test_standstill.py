@@ -95,6 +95,16 @@ def test_stacks_of_an_ended_rank_are_not_requested(folder: RunFolder, rank: subp
     assert "; rank 1 has returned from the task; rank 0: " in words and "rank 1: " not in words
 
 
+def test_a_standstill_after_a_rank_has_returned_is_reported_sooner(
+    folder: RunFolder, rank: subprocess.Popen[str]
+) -> None:
+    watch = StandstillDetector(folder, 2, quiet_seconds=600)
+    assert wait(watch, 100) == []
+    write_json(folder.rank(1), {"pid": rank.pid, "started": 1.0, "exit": "finished"})
+    (words,) = wait(watch, 90)
+    assert "; rank 1 has returned from the task; rank 0: " in words
+
+
 def test_a_changed_stack_is_activity(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
     watch = StandstillDetector(folder, 1, quiet_seconds=60)
     assert wait(watch, 50) == []

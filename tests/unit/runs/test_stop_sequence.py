@@ -103,6 +103,44 @@ def test_a_plain_stop_overrides_one_with_a_checkpoint(folder: RunFolder) -> None
     assert run.signals == [signal.SIGTERM] and run.stop.reason == "run.stop() was called"
 
 
+def write_recording(folder: RunFolder, rank: int, state: str) -> None:
+    folder.engine_report(rank).parent.mkdir(exist_ok=True)
+    write_json(folder.engine_report(rank), {"recording": {"number": 1, "state": state}})
+
+
+def test_a_plain_stop_waits_for_the_trace_of_a_recording(folder: RunFolder) -> None:
+    run = FakeRun(folder, world_size=2)
+    write_recording(folder, 1, "recording")
+    run.command(USER_STOP)
+    assert run.pass_time(60) == [] and run.statuses[0][0] == "stopping" and "trace" in run.statuses[0][1]
+    write_recording(folder, 1, "written")
+    assert run.pass_time(0.5) == [signal.SIGTERM]
+    assert run.stop.reason == "run.stop() was called" and run.stop.by_user
+
+
+def test_a_second_stop_ends_ranks_that_write_a_trace(folder: RunFolder) -> None:
+    run = FakeRun(folder, world_size=2)
+    write_recording(folder, 0, "recording")
+    run.command(USER_STOP)
+    run.command(USER_STOP)
+    assert run.signals == [signal.SIGTERM]
+
+
+def test_ranks_that_hang_while_they_record_are_ended(folder: RunFolder) -> None:
+    run = FakeRun(folder, world_size=1)
+    write_recording(folder, 0, "recording")
+    run.command(USER_STOP)
+    run.seems_to_hang = True
+    run.stop.update_checkpoint_deadline()
+    assert run.pass_time(119) == [] and run.pass_time(1) == [signal.SIGTERM]
+    assert "did not write the trace" in run.stop.reason
+    # One that hung before the stop has no time at all.
+    other = FakeRun(folder, world_size=1)
+    other.seems_to_hang = True
+    other.stop.begin("stop", checkpoint=False)
+    assert other.signals == [signal.SIGTERM]
+
+
 def test_ranks_that_hang_have_less_time_for_a_checkpoint(folder: RunFolder) -> None:
     run = FakeRun(folder)
     run.seems_to_hang = True

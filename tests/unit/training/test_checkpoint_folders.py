@@ -109,6 +109,7 @@ def test_resume_takes_runs_and_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     empty = run_folder(tmp_path / "runs", "empty", "empty", 1.0)
     for bad, why in (
         (empty, "this folder has none"),
+        ("empty", "runs/empty has none"),
         ("b", "there is no such folder"),
         (7, "the path of a run"),
     ):

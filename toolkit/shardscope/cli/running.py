@@ -42,6 +42,8 @@ RUNS = "runs"
 """The folder of runs, as ``ss.launch`` has it."""
 CHROME_FILE = "trace.json.gz"
 POLL_SECONDS = 0.5
+STOP_SECONDS = 2.0
+"""Maximum time until the status of a run of this machine is "stopping"."""
 SLURM_FIELDS = ("partition", "account", "qos", "time", "constraint", "python")
 RAY_FIELDS = ("address", "runtime_env", "node_folder")
 """Fields of ``ss.Slurm`` and ``ss.Ray`` that are an option of the same name."""
@@ -259,11 +261,17 @@ def attach_run(options: argparse.Namespace) -> int:
 
 def stop_run(options: argparse.Namespace) -> int:
     """Request the stop of a run."""
+    from shardscope.runs.profiling_request import LIVE
+    from shardscope.runs.waiting import wait_for
+
     run = _find_run(options.source)
     _name_later_run(run)
     run.stop(checkpoint=options.checkpoint)
     if options.wait:
         run.wait()
+    else:
+        # "running" right after a stop would look as if it had no effect.
+        wait_for(lambda: run.status not in LIVE, STOP_SECONDS)
     _print_run(run, options.json)
     return 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, check_flag, check_integer, refuse
-from shardscope.records.folder import RunFolder
+from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import read_json, read_lines
 from shardscope.runs.stop_request import marks_steps
 from shardscope.runs.task_fields import why_no_trace
@@ -130,6 +130,12 @@ def read_recording_state(run: Run) -> RecordingState | None:
     return RecordingState(request=request, states=tuple(states))
 
 
+def is_recording(run: Run) -> bool:
+    """Return whether a rank is recording, or writing what it has recorded."""
+    state = read_recording_state(run)
+    return state is not None and "recording" in state.states
+
+
 def read_entry(folder: RunFolder, rank: int) -> tuple[int, str] | None:
     """Return number and state of the rank's latest recording; None before its first."""
     entry = (read_json(folder.engine_report(rank)) or {}).get(ENTRY)
@@ -155,6 +161,12 @@ def find_recording(run: Run, number: int | None) -> Path:
     if number is None and recorded:
         return folder.recording(recorded[-1])
     if not recorded:
+        if run.status in FINAL and is_recording(run):
+            raise ValueError(
+                f"The run {run.name} has no trace: it ended while it recorded, before a rank had "
+                "written one. Nearest fix: wait until it is written before a second stop, or record fewer "
+                "steps."
+            )
         raise ValueError(why_no_trace(run.name, run.status, run.task_fields))
     if number not in recorded:
         names = ", ".join(map(str, recorded))

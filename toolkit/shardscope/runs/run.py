@@ -453,10 +453,11 @@ class Run:
         """Request a stop and return immediately. ``run.wait()`` waits for the end.
 
         No effect on a run that has finished, was stopped or has failed. One that counts as lost reads the
-        request if it turns out to be active. With ``checkpoint`` the ranks first finish their step and save,
-        if their task reads ``ctx.should_stop``. Raises ``ValueError`` if the task is known never to read it,
-        ``OSError`` if the folder cannot be written, and ``NotRegularFileError`` (a subclass of both) if
-        ``control.jsonl`` is not a regular file.
+        request if it turns out to be active. Ranks that record (:meth:`profile`) first finish their step and
+        write the trace; a second request ends them at once. With ``checkpoint`` the ranks first finish their
+        step and save, if their task reads ``ctx.should_stop``. Raises ``ValueError`` if the task is known
+        never to read it, ``OSError`` if the folder cannot be written, and ``NotRegularFileError`` (a subclass
+        of both) if ``control.jsonl`` is not a regular file.
         """
         if (
             check_flag("run.stop checkpoint", checkpoint)

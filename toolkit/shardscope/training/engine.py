@@ -75,6 +75,10 @@ class TrainingContext(Context, Protocol):
     def poll(self) -> tuple[bool, list[dict[str, object]]]:
         """Return whether a stop was requested, and the other new commands."""
 
+    @property
+    def stops_without_checkpoint(self) -> bool:
+        """Whether the requested stop is one without a checkpoint."""
+
     def record_steps(
         self, steps: int, *, warmup: int, skip: int, recording: int, options: Mapping[str, bool]
     ) -> StepProfile:

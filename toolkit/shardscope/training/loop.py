@@ -51,11 +51,11 @@ def train(
 ) -> bool:
     """Train from ``engine.num_steps_done`` to ``schedule.num_steps``. Return False if stopped by command.
 
-    Between steps all ranks obey the same commands: "stop" saves a checkpoint and returns; "checkpoint" saves
-    one and continues, as happens every ``save_every`` steps; "finish" makes the next step the last one;
-    "profile" records the next steps, the first of them as a warmup. ``profile`` records a few steps without a
-    command, at least one. Raises ``RuntimeError`` if two ranks would read the same sample in one step, and if
-    loss or gradient are not finite, in which case the checkpoints from before are kept.
+    Between steps all ranks obey the same commands: "stop" returns, after a checkpoint if it requests one;
+    "checkpoint" saves one and continues, as happens every ``save_every`` steps; "finish" makes the next step
+    the last one; "profile" records the next steps, the first of them as a warmup. ``profile`` records a few
+    steps without a command, at least one. Raises ``RuntimeError`` if two ranks would read the same sample in
+    one step, and if loss or gradient are not finite, in which case the checkpoints from before are kept.
     """
     first = engine.num_steps_done
     check_ranks_read_different_samples(batches, first, ctx.device)
@@ -84,7 +84,7 @@ def train(
             # Obey commands before the step; all ranks get the same ones at the same step.
             commands = poll_commands(ctx)
             if commands.stop:
-                save_checkpoint = is_stopped = True
+                is_stopped = True
                 break
             checkpoints.is_requested |= commands.checkpoint
             checkpoints.save_if_due(step)
@@ -119,7 +119,11 @@ def train(
             if is_last:
                 break
     ctx.record("data", _describe_data(batches, first, engine.num_steps_done, seen))
-    checkpoints.is_requested |= save_checkpoint
+    if is_stopped and ctx.stops_without_checkpoint:
+        # The supervisor ends the ranks, and has only waited for the trace of a recording in progress.
+        checkpoints.wait_and_prune()
+        return False
+    checkpoints.is_requested |= save_checkpoint or is_stopped
     checkpoints.save_last()
     return not is_stopped
 

@@ -164,7 +164,11 @@ class Recorder:
             with self._writing():
                 self._profile.step()
         if not self.is_recording:
-            self._stop(None, None, None)
+            self.end()
+
+    def end(self) -> None:
+        """End the recording in progress between two steps, and write the trace of those recorded so far."""
+        self._stop(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -226,7 +230,7 @@ class Recorder:
             self._must_end = True
             return
         self._must_end = True
-        self._stop(None, None, None)
+        self.end()
         self._end_process()
 
     @staticmethod

@@ -18,6 +18,7 @@ from shardscope.records.follow import Follow
 from shardscope.records.nodes import RunNode
 from shardscope.runs.explain.failure import find_first_failure
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
+from shardscope.runs.profiling_request import is_recording
 from shardscope.runs.stop_request import Button
 from shardscope.runs.watch.pace import RATES, RECENT_STEPS, Pace, SlowestRank
 from shardscope_widgets.kit import controls
@@ -42,6 +43,8 @@ SHARE_OF_KERNEL = 0.1
 """Fraction of a CPU core that a view may use for drawing: charts of many ranks are drawn less often."""
 MAX_PAUSE_SECONDS = 2.0
 """Maximum seconds between two drawings, however long one takes."""
+SECOND_STOP_SECONDS = 3.0
+"""Time after which a second "Stop" ends a run that still writes its trace."""
 STOP_TOOLTIP, CANCEL_TOOLTIP = "End this run", "Take this job out of the queue"
 LOST_TOOLTIP = "End this run, if it is still active on its machine"
 SAVE_TOOLTIP = "Finish the current step, save a checkpoint and end this run"
@@ -97,6 +100,7 @@ class RunView(View):
         """The attempt whose nodes are shown."""
         self._shown_status: tuple[str, str, int] = ("", "", 0)
         self._stop_requested = self._finish_requested = False
+        self._stop_pressed = 0.0
         self._sampled = 0.0
         self._gpu_time = 0.0
         # The number of columns of charts depends on the width, which only the browser knows.
@@ -236,6 +240,9 @@ class RunView(View):
             status = run.status
             has_ended = status in FINAL
             can_stop = _can_stop(run, status)
+            if self._stop_requested and status == "stopping" and is_recording(run):
+                # Not at once: the second click of a double click would end the run without its trace.
+                self._stop_requested = time.monotonic() - self._stop_pressed < SECOND_STOP_SECONDS
             self.stop_button.disabled = not can_stop or self._stop_requested
             self.save_button.disabled = status not in ("starting", "running")
             self.finish_button.disabled = self.save_button.disabled or self._finish_requested
@@ -413,11 +420,13 @@ class RunView(View):
                 self.figure.fit_width(self._sheet.width)
 
     def _press_run_button(self, button: Button) -> None:
-        if self.run is None:
+        # A click may arrive after the one that has disabled the button.
+        if self.run is None or self._stop_requested:
             return
-        # "Stop" is still possible after "Save and stop": saving may take long.
+        # "Stop" is still possible after "Save and stop" (saving may take long), and after a "Stop" that waits
+        # for the trace of a recording.
         # Disabled at once: the status changes only when the supervisor has read the request.
-        self._stop_requested |= button == "Stop"
+        self._stop_requested, self._stop_pressed = button == "Stop", time.monotonic()
         self.save_button.disabled = True
         self.stop_button.disabled = self._stop_requested
         try:

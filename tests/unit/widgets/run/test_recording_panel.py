@@ -62,6 +62,34 @@ def test_button_requests_a_recording_and_the_row_follows_it(run: RecordedRun) ->
     assert wait_until(lambda: panel.layout.display == "none")
 
 
+def test_second_stop_is_possible_while_the_first_waits_for_the_trace(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = RunView(run)  # type: ignore[arg-type]
+    write_state(run, 1, 1, "recording")
+    append_line(RunFolder(run.folder).control, {"command": "profile", "steps": 5, "recording": 1})
+    assert wait_until(lambda: not view.stop_button.disabled)
+    pressed: list[str] = []
+
+    def press(button: str) -> None:
+        pressed.append(button)
+        run.status = "stopping"
+
+    run.press = press  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(run_view, "SECOND_STOP_SECONDS", 60.0)
+    view.stop_button.click()
+    assert wait_until(lambda: view.status == "stopping")
+    view.refresh()
+    view.stop_button.click()
+    assert pressed == ["Stop"] and view.stop_button.disabled, "a double click does not lose the trace"
+    monkeypatch.setattr(run_view, "SECOND_STOP_SECONDS", 0.0)
+    assert wait_until(lambda: not view.stop_button.disabled)
+    write_state(run, 1, 1, "written")
+    view.stop_button.click()
+    assert pressed == ["Stop", "Stop"] and view.stop_button.disabled
+    run.status = "stopped"
+
+
 def test_run_that_waits_in_a_queue_takes_a_request(run: RecordedRun) -> None:
     run.status = "queued"
     view = RunView(run)  # type: ignore[arg-type]

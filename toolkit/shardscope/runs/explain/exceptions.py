@@ -17,6 +17,9 @@ WORKER_TRACEBACK = "Original Traceback (most recent call last):\n"
 NO_SHARED_MEMORY = "unable to allocate shared memory(shm) for file"
 """Part of torch's error for a full /dev/shm (aten/src/ATen/MapAllocator.cpp)."""
 SHARED_MEMORY_FIX = "make /dev/shm writable, with more space: a container's has 64 MB without --shm-size"
+FULL_DISK_FIX = "free some space on that disk"
+RUST_FULL_DISK = f"(os error {errno.ENOSPC})"
+"""Part of the errors of libraries in Rust, such as safetensors, which raise no OSError on a full disk."""
 SHARED_MEMORY_FILES = ("multiprocessing/synchronize.py", "multiprocessing/shared_memory.py")
 _SHARED_MEMORY_ERRORS = frozenset({errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOSYS})
 """Of a /dev/shm that is full, mounted read-only, not this user's, or missing."""
@@ -63,6 +66,7 @@ def make_exception_record(error: BaseException, *, can_resume: bool = False) -> 
     if notes := getattr(error, "__notes__", ()):  # The position in the user's script.
         summary = f"{summary[: MAX_SUMMARY // 2]} ({notes[0]})"
     fix = _find_disk_fix(error, can_resume=can_resume) if isinstance(error, OSError) else ""
+    fix = fix or FULL_DISK_FIX * (RUST_FULL_DISK in message)
     if fix := fix or SHARED_MEMORY_FIX * (NO_SHARED_MEMORY in message):
         summary = f"{summary}. Nearest fix: {fix}"
     if isinstance(error, SystemExit):
@@ -86,7 +90,7 @@ def _find_disk_fix(error: OSError, *, can_resume: bool) -> str:
         return ""
     if error.filename is None:
         # ENOSPC is also the error of a limit, such as that of inotify's watches; libraries then say so.
-        return "free some space on that disk" if error.strerror == os.strerror(errno.ENOSPC) else ""
+        return FULL_DISK_FIX if error.strerror == os.strerror(errno.ENOSPC) else ""
     again = " with resume= for the last checkpoint" if can_resume else ""
     return f"free some space there, then launch again{again}"
 

@@ -95,14 +95,33 @@ def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     failures = [_read_exception(folder, rank, offsets) for rank in range(world_size)]
     raised = {failure.rank for failure in failures if failure is not None}
     # A rank that was killed, or crashed in a native library, wrote no exception.
-    for record in _read_exits(folder, offsets):
+    exits = _read_exits(folder, offsets)
+    for record in exits:
         if record.rank not in raised:
             failures.append(_read_death(folder, record))
     failures += [_read_launcher_failure(part, offsets) for part in _list_parts(folder)]
     known = [failure for failure in failures if failure is not None]
     located = _add_nodes(folder, world_size, known)
     ordered = sorted(located, key=lambda failure: (failure.is_consequence, failure.time))
+    if not folder.has_nodes:
+        ordered = _find_terminated_rank(ordered, exits)
     return _explain_returned_peers(folder, world_size, ordered)
+
+
+def _find_terminated_rank(failures: list[Failure], exits: Sequence[_RankExit]) -> list[Failure]:
+    """Return ``failures``; if all are consequences, first the rank that SIGTERM ended before any other ended.
+
+    torch elastic sends SIGTERM only after a rank has ended, so that this one came from elsewhere.
+    """
+    first_exit = min(exits, key=lambda record: record.time, default=None)
+    if first_exit is None or first_exit.code != -SIGTERM or first_exit.was_ended:
+        return failures
+    terminated = next((each for each in failures if each.rank == first_exit.rank and not each.raised), None)
+    if terminated is None or not all(failure.is_consequence for failure in failures):
+        return failures
+    why = "another process sent it (kill, or a guard of the host's memory such as earlyoom)"
+    cause = replace(terminated, reason=f"{terminated.reason}: {why}", is_consequence=False)
+    return [cause, *(failure for failure in failures if failure is not terminated)]
 
 
 def _explain_returned_peers(folder: RunFolder, world_size: int, failures: Sequence[Failure]) -> list[Failure]:
@@ -305,8 +324,7 @@ def _read_death(folder: RunFolder, record: _RankExit) -> Failure | None:
         reason=reason,
         text=f"{reason}.\n{quote_log_end(folder, folder.log(rank), is_crash=is_crash)}",
         raised=find_last_raised(_read_log_end(folder.log(rank), is_crash=is_crash), code),
-        # torch elastic ends the other ranks with SIGTERM, a supervisor on a scheduler's node with SIGHUP;
-        # nothing else sends these to a rank.
+        # torch elastic ends the other ranks with SIGTERM, a supervisor on a scheduler's node with SIGHUP.
         is_consequence=code in (-SIGTERM, -SIGHUP) or record.was_ended,
         is_unexplained=code is None,
     )

@@ -57,6 +57,8 @@ class Context:
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._recorded: dict[str, object] = {}
         self._stop_requested = False
+        self.stops_without_checkpoint = False
+        """Whether the latest stop request is one without a checkpoint."""
         self._step_reader = ""
         self._recorded_readers: set[str] = set()
         self._logged = LoggedSteps(folder, rank)
@@ -226,6 +228,9 @@ class Context:
         """
         if self.recorder.is_recording and self._step_reader == reader:
             self.recorder.count_step()
+            if self._stop_requested:
+                # The supervisor waits for the trace before it ends the ranks.
+                self.recorder.end()
         for command in list(self._pending):
             if command["command"] == "profile" and "recording" in command:
                 self._pending.remove(command)
@@ -247,6 +252,7 @@ class Context:
         for command in self._feed.poll():
             if command["command"] == "stop":
                 self._stop_requested = True
+                self.stops_without_checkpoint = command.get("checkpoint") is not True
                 self._note_reader(SAW_STOP)
             else:
                 self._pending.append(command)

@@ -7,6 +7,7 @@ supervisor, and so cleans up after one that was killed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import os
@@ -131,8 +132,12 @@ def hold_lease(supervisor: subprocess.Popen[bytes], write_end: int | None, folde
     started; the supervisor is stopped and the lease closed first.
     """
 
+    if write_end is not None:
+        _live_leases[supervisor.pid] = folder
+
     def wait() -> None:
         ended_normally = wait_for_success(supervisor.pid)
+        _live_leases.pop(supervisor.pid, None)
         _wait_for_descriptor()
         # If another thread has reaped the supervisor, its exit code is lost: the status decides.
         if ended_normally is None:
@@ -150,10 +155,32 @@ def hold_lease(supervisor: subprocess.Popen[bytes], write_end: int | None, folde
     try:
         start_lease_thread(supervisor, wait)
     except BaseException:
+        _live_leases.pop(supervisor.pid, None)
         stop_supervisor(supervisor)
         if write_end is not None:
             release_lease(write_end)
         raise
+
+
+_live_leases: dict[int, RunFolder] = {}
+"""The runs that end with this process, by the process id of their supervisor."""
+
+
+@atexit.register
+def _name_ending_runs() -> None:
+    """Print which runs this process stops by its end: a script that does not wait would lose them unseen.
+
+    Notebooks need no such line: users end a kernel, and the launch button says what happens then.
+    """
+    names = [repr(folder.path.name) for folder in list(_live_leases.values()) if not has_final_status(folder)]
+    if not names or "ipykernel.kernelapp" in sys.modules:
+        return
+    print(
+        f"shardscope: the end of this process stops run{'s' * (len(names) > 1)} {', '.join(names)}, which it "
+        "launched. run.wait() waits for the end of a run; with outlive_kernel=True (`shardscope launch` "
+        "without --wait) it goes on.",
+        file=sys.stderr,
+    )
 
 
 def stop_supervisor(supervisor: subprocess.Popen[bytes]) -> None:

@@ -1,8 +1,9 @@
 """Hang detection for tasks that log no steps: no output, CPU time or file access, and unchanged stacks.
 
 ``hang.py`` covers tasks that log steps. Without a step time as the scale, all of these signs must hold for
-ten minutes. A rank that uses CPU time is never reported, although it may spin forever (or the GPU driver for
-it): nothing visible from outside distinguishes that from real work.
+ten minutes, or for one if a rank has returned from the task. A rank that uses CPU time is never reported,
+although it may spin forever (or the GPU driver for it): nothing visible from outside distinguishes that from
+real work.
 
 - Its stack does not: one library call (a decomposition, a compiler, a tokenizer over a corpus) may stay at
   one line for hours, and so may a loop over such calls.
@@ -91,8 +92,10 @@ class StandstillDetector:
         self._quiet_so_far += seconds
         # Request the stacks twice, at half of the limit and at the limit: both must be the same.
         if not self.hangs and self._seconds_since_request is None:
-            half_way = self._stacks_at_half is None and self._quiet_so_far >= self._limit / 2
-            if half_way or self._quiet_so_far >= self._limit:
+            # The others most likely wait for a rank that has returned: with unequal numbers of steps.
+            limit = self._limit / QUIET_FACTOR if self._stacks.list_returned() else self._limit
+            half_way = self._stacks_at_half is None and self._quiet_so_far >= limit / 2
+            if half_way or self._quiet_so_far >= limit:
                 self._stacks.send()
                 self._seconds_since_request = 0.0
         return None

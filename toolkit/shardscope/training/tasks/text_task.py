@@ -502,7 +502,10 @@ class TextTask(ABC):
         candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
         folder = next((folder for folder in candidates if find_checkpoint(folder) is not None), None)
         if folder is None:
-            problem = "this folder has none" if path.is_dir() else "there is no such folder"
+            existing = next((candidate for candidate in candidates if candidate.is_dir()), None)
+            problem = "there is no such folder"
+            if existing is not None:
+                problem = f"{'this folder' if existing == path else existing} has none"
             allowed = f"True, False, a complete checkpoint, or a run folder with one: {problem}"
             refuse(field, str(named), allowed, "resume=True, which starts at step 0 if there is none")
         return folder

@@ -14,17 +14,19 @@ from typing import Literal, Protocol
 
 from shardscope.records.attempts import is_for_attempt
 from shardscope.records.folder import NodeFolder, RunFolder, Status
-from shardscope.records.json_files import LineTail, append_line
+from shardscope.records.json_files import LineTail, append_line, read_json
+from shardscope.records.json_values import is_int
 from shardscope.runs.backends.end_notice import EndNotice, read_end_notice
 from shardscope.runs.backends.slurm_job import read_job_id
 from shardscope.runs.stop_request import describe_stop_request
+from shardscope.training.recording import ENTRY
 
 TERMINATION_GRACE_SECONDS = 1.5
 """Time from SIGTERM to SIGKILL. Short, because metrics are flushed line by line."""
 KILL_SECONDS = 1.0
 """Time after which SIGKILL is sent again."""
 CHECKPOINT_GRACE_SECONDS = 600.0
-"""Time after which a stop with a checkpoint becomes a plain stop."""
+"""Time after which ranks that save, or write the trace of a recording, are ended without it."""
 HANG_GRACE_SECONDS = 120.0
 """The same for ranks that seem to hang. Not zero: the detection may mistake a slow save for a hang."""
 FAILURE_GRACE_SECONDS = 3.0
@@ -67,8 +69,9 @@ class StopSequence:
         self.folder = folder
         self.description = description
         self.control = LineTail(folder.control)
-        # In this order, "checkpoint" optional; "leave" while leftovers of a finished task are killed.
-        self.phase: Literal["run", "checkpoint", "leave", "terminate", "kill"] = "run"
+        # In this order, "checkpoint" and "record" optional; "leave" while leftovers of a finished task are
+        # killed.
+        self.phase: Literal["run", "checkpoint", "record", "leave", "terminate", "kill"] = "run"
         self.deadline = float("inf")
         """Monotonic time at which the phase escalates to the next one."""
         self.reason: str | None = None
@@ -181,7 +184,10 @@ class StopSequence:
     def begin(self, request: str, *, checkpoint: bool) -> None:
         """Begin a stop for ``request``, which becomes its reason."""
         if not checkpoint:
-            self.terminate(request)
+            if self.phase == "run" and not self._run.seems_to_hang and self._records():
+                self._wait_for_recording(request)
+            else:
+                self.terminate(request)
         elif self.description.get("saves_when_asked") is False:
             # Run.stop() raises ValueError in this case, but other programs can write commands too.
             self._run.log("ignored a stop with a checkpoint: the task never reads ctx.should_stop")
@@ -197,8 +203,28 @@ class StopSequence:
                 reason += f", if they can: they seem to hang, and have {HANG_GRACE_SECONDS:.0f} s"
             self._run.set_status("stopping", reason)
 
+    def _wait_for_recording(self, request: str) -> None:
+        """Let the ranks end their recording between two steps, which writes the trace, before they are ended.
+
+        SIGTERM in the middle of a step would find them in a collective, and leave no time to write.
+        """
+        self.phase, self._save_requested_at = "record", self._read_clock()
+        self.update_checkpoint_deadline()
+        self.reason, self.returned_first = request, False
+        writing = "the ranks write the trace of the recorded steps; a second stop ends them without it"
+        self._run.set_status("stopping", f"{request}: {writing}")
+
+    def _records(self) -> bool:
+        """Return whether the recording of a rank is in progress."""
+        world_size = self.description.get("world_size")
+        entries = [
+            (read_json(self.folder.engine_report(rank)) or {}).get(ENTRY)
+            for rank in range(world_size if is_int(world_size) else 1)
+        ]
+        return any(isinstance(entry, dict) and entry.get("state") == "recording" for entry in entries)
+
     def update_checkpoint_deadline(self) -> None:
-        """Set when a stop with a checkpoint becomes a plain one: sooner if the ranks seem to hang."""
+        """Set when the ranks are ended that save or write a trace: sooner if they seem to hang."""
         self.deadline = min(self._save_requested_at + CHECKPOINT_GRACE_SECONDS, self._notice_deadline)
         if self._run.seems_to_hang:
             self.deadline = min(self.deadline, self._read_clock() + HANG_GRACE_SECONDS)
@@ -210,9 +236,13 @@ class StopSequence:
 
     def advance(self) -> None:
         """Escalate to the next phase once the deadline has passed."""
+        if self.phase == "record" and not self.a_rank_died and not self._records():
+            self.terminate(self.reason or "")
         if self._read_clock() < self.deadline:
             return
-        if self.phase == "checkpoint" and not self.a_rank_died:
+        if self.phase == "record" and not self.a_rank_died:
+            self.terminate(f"{self.reason}; the ranks did not write the trace of the recorded steps in time")
+        elif self.phase == "checkpoint" and not self.a_rank_died:
             waited = self._read_clock() - self._save_requested_at
             hangs = ", and seem to hang" if self._run.seems_to_hang else ""
             why = f"{self.notice.reason}: " if self.notice is not None else ""
