@@ -168,3 +168,14 @@ def test_a_run_that_is_asked_to_finish_exports_its_best_weights(tmp_path: Path) 
     assert len(losses) == 2, "before training, and after the last step"
     assert len(list_values(run, "loss")) < 10
     assert evaluate(run.model) == pytest.approx(losses[1], abs=1e-3)
+
+
+@thorough()
+def test_a_recorded_first_step_is_without_the_validation_before_it(tmp_path: Path) -> None:
+    folder, options = small_model(tmp_path, "llama"), {"num_steps": 1, "profile": True}
+    counts = []
+    for validation in ({}, {"validation": VALIDATION_ROWS, "validate_every": 100}):
+        run = launch(folder, ROWS, tmp_path / "runs", Layout.ddp(), **options, **validation)
+        trace = run.trace()
+        counts.append([trace.names[index] for index in trace.name_index.tolist()].count("aten::embedding"))
+    assert counts[0] == counts[1] > 0

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -295,6 +296,8 @@ def test_options_of_the_ray_job_reach_train_py_unchanged(join: Any, tmp_path: Pa
     build_plan(LAYOUTS["ddp"], "2xcpu").export(tmp_path)
     write_program(tmp_path / "bin", "ray")
     options = ["--text", '/data/Ärger "a" it\'s $HOME 50%41 *.txt', "--steps", "3", "--save", ""]
+    # macOS's od has two spaces between bytes.
+    write_program(tmp_path / "bin", "od", f'{shutil.which("od")} "$@" | sed "s/ /  /g"\n')
     printed = run_bash(tmp_path, "ray_job.sh", *options)
     entrypoint = join(printed[printed.index("--") + 1 :])
     # In the job: a torchrun that prints its arguments, and a Ray of one process.

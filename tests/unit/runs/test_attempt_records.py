@@ -94,6 +94,18 @@ def test_commands_of_an_earlier_attempt_are_not_obeyed_again(folder: RunFolder) 
     assert [command["command"] for command in feed.poll()] == ["finish"]
 
 
+def test_a_recording_of_an_earlier_attempt_is_not_in_progress(folder: RunFolder) -> None:
+    """Of a rank that was killed: a stop of the next attempt waited ten minutes for its trace."""
+    folder.engine_report(0).parent.mkdir(exist_ok=True)
+    write_json(folder.engine_report(0), {"recording": {"number": 1, "state": "written"}})
+    write_json(folder.engine_report(1), {"zero": {}, "recording": {"number": 1, "state": "recording"}})
+    begin_attempt(select_lead(folder, 2))
+    assert ss.Run.attach(folder.path).engine_reports() == {
+        0: {"recording": {"number": 1, "state": "written"}},
+        1: {"zero": {}, "recording": {"number": 1, "state": "failed"}},
+    }
+
+
 @pytest.mark.parametrize(
     ("job", "is_warning", "kind", "text"),
     [

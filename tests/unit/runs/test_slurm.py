@@ -126,6 +126,11 @@ def test_a_python_whose_path_is_not_quoted_has_the_quoted_one_as_fix(tmp_path: P
     assert ss.Slurm(python=str(fix["python"])).python == fix["python"]
 
 
+def test_a_long_command_of_python_is_no_path() -> None:
+    """The check for a file raised "File name too long"."""
+    assert ss.Slurm(python=f"container run {'--env=A ' * 40}python")
+
+
 def test_valid_fields_survive_pickling() -> None:
     target = ss.Slurm(
         partition="a100", time="1-12", setup=["module load cuda"], extra={"mem": "64G", "exclusive": True}
@@ -822,6 +827,15 @@ def test_inventory_of_a_partition(
     cluster = ss.Slurm.inventory(gpu=gpu)
     assert f"{cluster.num_nodes} {cluster.gpu.name} {cluster.gpus_per_node}" == expected
     assert cluster.host_memory_bytes == 2**39
+
+
+def test_inventory_reads_the_partition_of_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An SBATCH_TIMELIMIT that only sbatch understands was refused here, too."""
+    monkeypatch.setenv("SBATCH_PARTITION", "debug")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "UNLIMITED")
+    members = (Node("n0", "", "", 64, (("h200", 8),), 2**39),)
+    monkeypatch.setattr(slurm_submission, "read_partition", lambda name: Partition(name, 0, members))
+    assert ss.Slurm.inventory().gpus_per_node == 8
 
 
 VERSIONS = {"python": "3.11.2", "torch": "2.13.0+cu128", "shardscope": "0.3.0", "accelerate": "1.14.0"}

@@ -30,6 +30,10 @@ def wait():
     elsewhere()
 def save_checkpoint():
     wait()
+module = {"time": time}
+source = "def backward(): time.sleep(1000)"
+exec(compile(source, "/lib/torch/autograd/graph.py", "exec"), module)
+backward = module["backward"]
 def elsewhere(): time.sleep(100)
 print("ready", flush=True)
 globals()[sys.argv[2]]()
@@ -95,6 +99,7 @@ def test_stacks_of_an_ended_rank_are_not_requested(folder: RunFolder, rank: subp
     assert "; rank 1 has returned from the task; rank 0: " in words and "rank 1: " not in words
 
 
+@pytest.mark.parametrize("rank", ["backward"], indirect=True)
 def test_a_standstill_after_a_rank_has_returned_is_reported_sooner(
     folder: RunFolder, rank: subprocess.Popen[str]
 ) -> None:
@@ -103,6 +108,17 @@ def test_a_standstill_after_a_rank_has_returned_is_reported_sooner(
     write_json(folder.rank(1), {"pid": rank.pid, "started": 1.0, "exit": "finished"})
     (words,) = wait(watch, 90)
     assert "; rank 1 has returned from the task; rank 0: " in words
+
+
+def test_a_last_rank_that_waits_for_something_else_is_not_reported_sooner(
+    folder: RunFolder, rank: subprocess.Popen[str]
+) -> None:
+    """Rank 0 waits for a server's answer, say, after the others have returned."""
+    watch = StandstillDetector(folder, 2, quiet_seconds=600)
+    write_json(folder.rank(1), {"pid": rank.pid, "started": 1.0, "exit": "finished"})
+    assert wait(watch, 590) == []
+    (words,) = wait(watch, 90)
+    assert words.startswith("no activity for 6")
 
 
 def test_a_changed_stack_is_activity(folder: RunFolder, rank: subprocess.Popen[str]) -> None:

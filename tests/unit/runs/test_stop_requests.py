@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from fake_runs import wait_until
+from written_runs import PLAN
 
 from shardscope.records.folder import RunFolder, Status
-from shardscope.records.json_files import read_json, read_lines, write_json
+from shardscope.records.json_files import append_line, read_json, read_lines, write_json
 from shardscope.runs import run_status
+from shardscope.runs.launch.context import Context
 from shardscope.runs.run import Run
 from shardscope.runs.stop_request import (
     READS_STOPS,
@@ -83,3 +85,16 @@ def test_a_stop_has_no_effect_on_a_run_that_has_ended(status: Status, tmp_path: 
     folder.set_status(status, "for some reason")
     Run(folder).stop()
     assert not folder.control.exists()
+
+
+def test_a_stop_without_a_checkpoint_stays_one(tmp_path: Path) -> None:
+    """Ranks that read another one after it began a checkpoint, in which the supervisor ended them."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    device: Any = "cpu"
+    ctx = Context(rank=0, world_size=1, device=device, plan=PLAN, folder=folder)
+    append_line(folder.control, {"command": "stop", "checkpoint": True})
+    assert ctx.poll()[0] and not ctx.stops_without_checkpoint
+    append_line(folder.control, {"command": "stop", "checkpoint": False})
+    append_line(folder.control, {"command": "stop", "checkpoint": True})
+    assert ctx.poll()[0] and ctx.stops_without_checkpoint

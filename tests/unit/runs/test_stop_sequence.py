@@ -126,6 +126,15 @@ def test_a_second_stop_ends_ranks_that_write_a_trace(folder: RunFolder) -> None:
     assert run.signals == [signal.SIGTERM]
 
 
+def test_a_stop_after_a_rank_died_does_not_wait_for_its_recording(folder: RunFolder) -> None:
+    """A rank that died never writes its trace: the others waited for torch elastic, 30 s."""
+    run = FakeRun(folder, world_size=2)
+    write_recording(folder, 1, "recording")
+    run.stop.record_dead_rank()
+    run.command(USER_STOP)
+    assert run.signals == [signal.SIGTERM]
+
+
 def test_ranks_that_hang_while_they_record_are_ended(folder: RunFolder) -> None:
     run = FakeRun(folder, world_size=1)
     write_recording(folder, 0, "recording")

@@ -71,15 +71,16 @@ def train(
     with Recorder(ctx, engine.list_layers) as recorder, Snapshot(ctx) as snapshot:
         if memory_snapshot:
             snapshot.start(SNAPSHOT_STEPS)
-        if profile:
-            recorder.start(
-                RecordingRequest(shapes=True), num_left=schedule.num_steps - first, skip=SKIPPED_STEPS
-            )
         if validation is not None and first == 0:
             validation.run(ctx, engine)
         if samples is not None:
             # Of a resumed run too: its folder is a new one.
             samples.run(ctx, engine)
+        # After these: a single recorded step would contain them, and a stop would wait for their end.
+        if profile:
+            recorder.start(
+                RecordingRequest(shapes=True), num_left=schedule.num_steps - first, skip=SKIPPED_STEPS
+            )
         for step in range(first, schedule.num_steps):
             # Obey commands before the step; all ranks get the same ones at the same step.
             commands = poll_commands(ctx)

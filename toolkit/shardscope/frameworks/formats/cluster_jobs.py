@@ -24,12 +24,13 @@ FOLDER = "/workspace/train"
 """Where the files are in a pod."""
 ENCODE_ARGUMENTS = f"""\
 # Before 2.56 Ray does not quote an argument for the job's shell; {RAY_PROGRAM} decodes it.
-arguments=()
 for argument in "$@"; do
   if [[ $argument == *[!A-Za-z0-9/._=:,@+-]* ]]; then
-    argument=$(printf %s "$argument" | od -An -v -tx1 | tr -d '\\n' | tr ' ' %)
+    argument=$(printf %s "$argument" | od -An -v -tx1 | tr -cd 0-9a-f | sed 's/../%&/g')
   fi
-  arguments+=("$argument")
+  # Not in an array: macOS's bash 3.2 takes an empty one for an error.
+  shift
+  set -- "$@" "$argument"
 done
 """
 """Lines that percent-encode all bytes of an argument that a shell would change."""
@@ -210,7 +211,7 @@ def _render_ray_job(
         _describe_storage("The job runs in copies of it, which Ray deletes"),
     )
     text = "#!/usr/bin/env bash\n" + header + 'set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")"\n'
-    program_and_options = f'python {RAY_PROGRAM} {script} "${{arguments[@]}}"'
+    program_and_options = f'python {RAY_PROGRAM} {script} "$@"'
     submit = f"{ENCODE_ARGUMENTS}exec ray job submit --working-dir .{options} -- {program_and_options}\n"
     program = resources.files("shardscope.frameworks.formats") / RAY_PROGRAM
     return [

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardscope.records.attempts import find_obeyed_bytes, read_attempts, write_beginning, write_end
 from shardscope.records.folder import NodeFolder, RunFolder
-from shardscope.records.json_files import read_json
+from shardscope.records.json_files import read_json, write_json
 from shardscope.records.json_values import is_int
 from shardscope.runs.backends.end_notice import EndNotice
 from shardscope.runs.backends.slurm_job import (
@@ -27,6 +27,7 @@ from shardscope.runs.backends.slurm_job import (
 )
 from shardscope.runs.launch.supervision.run_end import FinalStatus
 from shardscope.training.checkpoints.folders import POSITION_FILE, list_checkpoints
+from shardscope.training.recording import ENTRY
 
 MAX_IDLE_ATTEMPTS = 3
 """Attempts in a row that Slurm may end before they have saved a new checkpoint."""
@@ -62,10 +63,21 @@ def find_newest(folder: RunFolder) -> tuple[Path | None, int]:
 
 def begin_attempt(folder: RunFolder) -> None:
     """Choose the checkpoint of an attempt, and record its beginning. Raises ``OSError``."""
+    if folder.attempt > 1:
+        _end_recordings(folder)
     checkpoint, from_step = find_newest(folder) if folder.attempt > 1 else (None, 0)
     write_beginning(
         folder, checkpoint=checkpoint, from_step=from_step, control_bytes=find_obeyed_bytes(folder)
     )
+
+
+def _end_recordings(folder: RunFolder) -> None:
+    """Mark recordings that ended with an earlier attempt: a stop would wait for their traces."""
+    for path in folder.engine_report(0).parent.glob("rank-*.json"):
+        report = read_json(path) or {}
+        entry = report.get(ENTRY)
+        if isinstance(entry, dict) and entry.get("state") == "recording":
+            write_json(path, {**report, ENTRY: {**entry, "state": "failed"}})
 
 
 def describe_beginning(folder: RunFolder) -> str:

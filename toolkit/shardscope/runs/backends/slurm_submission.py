@@ -156,7 +156,9 @@ def select_nodes(records: Iterable[Mapping[str, str]], partition_name: str) -> t
 def read_inventory(partition_name: str | None, gpu_name: str | None, *, only_idle: bool) -> Cluster:
     """Return the cluster of :meth:`Slurm.inventory`, which describes the arguments and the errors."""
     if partition_name is None:
-        partition_name = read_environment(Slurm(), os.environ).partition
+        # Without the other variables: a wrong one is no reason to list no nodes.
+        variable = "SBATCH_PARTITION"
+        partition_name = read_environment(Slurm(), {variable: os.environ.get(variable, "")}).partition
     partition = read_partition(partition_name)
     if not partition.nodes:
         refuse("Slurm.partition", partition.name, "a partition with nodes", "another partition")

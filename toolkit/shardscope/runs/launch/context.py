@@ -58,7 +58,7 @@ class Context:
         self._recorded: dict[str, object] = {}
         self._stop_requested = False
         self.stops_without_checkpoint = False
-        """Whether the latest stop request is one without a checkpoint."""
+        """Whether a stop without a checkpoint was requested, after which the supervisor ends the ranks."""
         self._step_reader = ""
         self._recorded_readers: set[str] = set()
         self._logged = LoggedSteps(folder, rank)
@@ -252,7 +252,7 @@ class Context:
         for command in self._feed.poll():
             if command["command"] == "stop":
                 self._stop_requested = True
-                self.stops_without_checkpoint = command.get("checkpoint") is not True
+                self.stops_without_checkpoint |= command.get("checkpoint") is not True
                 self._note_reader(SAW_STOP)
             else:
                 self._pending.append(command)

@@ -246,6 +246,7 @@ def _forget_after_fork() -> None:
         with contextlib.suppress(OSError):
             os.close(write_end)
     _leases = _WriteEnds()
+    _live_leases.clear()  # The end of the child stops no run.
 
 
 if hasattr(os, "register_at_fork"):

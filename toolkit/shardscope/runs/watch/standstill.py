@@ -1,9 +1,9 @@
 """Hang detection for tasks that log no steps: no output, CPU time or file access, and unchanged stacks.
 
 ``hang.py`` covers tasks that log steps. Without a step time as the scale, all of these signs must hold for
-ten minutes, or for one if a rank has returned from the task. A rank that uses CPU time is never reported,
-although it may spin forever (or the GPU driver for it): nothing visible from outside distinguishes that from
-real work.
+ten minutes, or for one if a rank has returned from the task and another waits in torch. A rank that uses
+CPU time is never reported, although it may spin forever (or the GPU driver for it): nothing visible from
+outside distinguishes that from real work.
 
 - Its stack does not: one library call (a decomposition, a compiler, a tokenizer over a corpus) may stay at
   one line for hours, and so may a loop over such calls.
@@ -63,6 +63,8 @@ class StandstillDetector:
         """Stacks at half of the time limit; None before."""
         self._seconds_since_request: float | None = None
         self._limit = self.quiet_seconds
+        self._may_miss_returned = True
+        """Whether ranks may wait for one that has returned: as long as no stacks say otherwise."""
 
     def check(
         self, new: Mapping[int, Sequence[Mapping[str, object]]], seconds: float, *, has_steps: bool
@@ -92,8 +94,9 @@ class StandstillDetector:
         self._quiet_so_far += seconds
         # Request the stacks twice, at half of the limit and at the limit: both must be the same.
         if not self.hangs and self._seconds_since_request is None:
-            # The others most likely wait for a rank that has returned: with unequal numbers of steps.
-            limit = self._limit / QUIET_FACTOR if self._stacks.list_returned() else self._limit
+            # With unequal numbers of steps the others wait for a rank that has returned.
+            is_short = self._may_miss_returned and self._stacks.list_returned()
+            limit = self._limit / QUIET_FACTOR if is_short else self._limit
             half_way = self._stacks_at_half is None and self._quiet_so_far >= limit / 2
             if half_way or self._quiet_so_far >= limit:
                 self._stacks.send()
@@ -114,6 +117,7 @@ class StandstillDetector:
     def _reset(self) -> str | None:
         self._quiet_so_far, self._limit = 0.0, self.quiet_seconds
         self._stacks_at_half, self._seconds_since_request, self.report = None, None, None
+        self._may_miss_returned = True
         if not self.hangs:
             return None
         self.hangs = False
@@ -132,6 +136,10 @@ class StandstillDetector:
         # A checkpoint to a slow file system may look still, too: extend the limit, once.
         if any(map(find_delay_reason, replies.values())) and self._limit == self.quiet_seconds:
             self._limit = BUSY_FACTOR * self.quiet_seconds
+            return None
+        # The last rank may as well wait for a server or a program of its own.
+        if self._quiet_so_far < self._limit and not any(map(_waits_in_torch, replies.values())):
+            self._may_miss_returned = False
             return None
         self.hangs = True
         message = f"no activity for {self._quiet_so_far:.0f} s"
@@ -156,6 +164,12 @@ class StandstillDetector:
 
     def _count_printed(self, rank: int) -> int:
         return size_of(self.folder.log(rank))
+
+
+def _waits_in_torch(stacks: str) -> bool:
+    """Return whether the main thread is in torch, as in a collective or in a backward that calls one."""
+    frames = parse_main_thread(stacks)
+    return bool(frames) and "/torch/" in frames[0][0]
 
 
 def _get_position(stacks: str) -> Sequence[object]:

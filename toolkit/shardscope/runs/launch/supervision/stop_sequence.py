@@ -184,7 +184,8 @@ class StopSequence:
     def begin(self, request: str, *, checkpoint: bool) -> None:
         """Begin a stop for ``request``, which becomes its reason."""
         if not checkpoint:
-            if self.phase == "run" and not self._run.seems_to_hang and self._records():
+            is_alive = not self.a_rank_died and not self._run.seems_to_hang
+            if self.phase == "run" and is_alive and self._records():
                 self._wait_for_recording(request)
             else:
                 self.terminate(request)
