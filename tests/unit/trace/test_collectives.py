@@ -779,6 +779,14 @@ def test_equal_ranks_of_a_mesh_are_rarely_named() -> None:
     assert named <= 2
 
 
+def test_only_names_of_collectives_are_kept_after_a_trace(tmp_path: Path) -> None:
+    """Traces with stacks have hundreds of thousands of other names."""
+    others = [operator(10 * number, 10 * number + 5, f"frame {number}") for number in range(50)]
+    name_kind.cache_clear()
+    assert load_ranks(tmp_path, {0: [*others, all_reduce(0, 100)]}).collectives()
+    assert name_kind.cache_info().currsize < 10
+
+
 def test_ranks_that_cannot_be_compared_have_a_hint(tmp_path: Path) -> None:
     without = load_ranks(tmp_path / "none", {rank: [kernel(0, 100)] for rank in range(2)})
     assert "ProfilerActivity.CUDA" in without.stragglers().text
