@@ -954,6 +954,31 @@ def test_buttons_and_n_visit_the_matches(open_view: Any, view: TraceView) -> Non
         expect(count).to_have_text(f"{view.num_matches} of {len(view.trace):,} slices")
 
 
+def test_a_new_search_has_no_number_of_the_last_one(open_view: Any, view: TraceView) -> None:
+    with open_view(view) as page:
+        page.locator(".ss-trace-search").fill("addmm")
+        page.wait_for_function("+document.querySelector('canvas').dataset.matches > 0")
+        page.locator(".ss-trace-next").click()
+        count = page.locator(".ss-trace-count")
+        expect(count).to_have_text(f"match 1 of {view.num_matches}")
+        view.search = "no such name"  # from Python
+        page.evaluate("window.sync()")
+        expect(count).to_have_text(f"0 of {len(view.trace):,} slices")
+        view.search = "addmm"
+        page.evaluate("window.sync()")
+        expect(count).to_have_text(f"{view.num_matches} of {len(view.trace):,} slices")
+        # The reply to the request before comes after the new search.
+        page.evaluate(
+            """() => {
+              document.querySelector(".ss-trace-next").click();
+              const key = new KeyboardEvent("keydown", { key: "Escape", bubbles: true });
+              document.querySelector(".ss-trace-search").dispatchEvent(key);
+            }"""
+        )
+        wait_until_settled(page)
+        expect(count).to_have_text(f"{len(view.trace):,} slices")
+
+
 def read_details(page: Any, index: int) -> str:
     page.evaluate(f"window.model?.send({{type: 'select', id: 1, index: {index}}})")
     page.wait_for_selector(".ss-trace-details.ss-on")

@@ -191,9 +191,12 @@ def test_an_unknown_word_is_named() -> None:
     text = teach.check("05-stored-in-full", ["biases", "residuals"]).text
     assert 'There is no "biases" here' in text and '"norms"' in text
     # Neither two of the words nor a denied one is an answer.
-    for answer in ("not the last", "the last or the first"):
+    denials = ("not the last", "neither the last", "next to last", "every bucket but the last", "last? no")
+    for answer in (*denials, "the last or the first", "the last two"):
         feedback = teach.check("03-exposed-bucket", answer)
         assert "Choose out of" in feedback.text and feedback.num_wrong == 0
+    feedback = teach.check("05-stored-in-full", "norms, everything but residuals")
+    assert not feedback.correct and feedback.num_wrong == 0
 
 
 @pytest.mark.parametrize(

@@ -613,9 +613,14 @@ def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: 
 
 
 def make_slow_mesh(
-    slow: int | None, *, has_more_ranks: bool = False, has_sizes: bool = True, seed: int | None = None
+    slow: int | None,
+    *,
+    has_more_ranks: bool = False,
+    has_sizes: bool = True,
+    seed: int | None = None,
+    num_steps: int = 20,
 ) -> dict[int, Events]:
-    """Return a 2 x 2 mesh in which one rank takes 1,000 ns more in each of four layers of 20 steps.
+    """Return a 2 x 2 mesh in which one rank takes 1,000 ns more in each of four layers of a step.
 
     With more ranks, it is one of two such meshes: each rank ends a step in a group with one of the other.
     Without sizes, bytes of the calls are unknown. With a seed, all layers take random times.
@@ -634,7 +639,7 @@ def make_slow_mesh(
                 ranks[rank].append(all_reduce(clock[rank], end, **named))
                 clock[rank] = end
 
-    for number in range(20):
+    for number in range(num_steps):
         begin = max(clock.values())
         for _ in range(4):
             for rank in ranks:
@@ -704,6 +709,65 @@ def test_a_slow_rank_without_a_file_makes_no_other_one_a_straggler(
     assert "Load the files of all ranks." in stragglers.text
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_slow_rank_of_a_mesh_is_named_by_three_steps(tmp_path: Path, seed: int) -> None:
+    """Its twelve tensor-parallel calls tell it; three data-parallel ones of whole steps alone could not."""
+    stragglers = load_ranks(tmp_path, make_slow_mesh(0, seed=seed, num_steps=3)).stragglers()
+    assert [row["rank"] for row in stragglers if row["is_straggler"]] == [0]
+
+
+def make_pipeline(slow: int | None = None) -> dict[int, Events]:
+    """Return two stages of two tensor-parallel ranks, with 12 steps of two micro-batches.
+
+    Each stage waits for the other by the schedule. At the end of a step all ranks reduce the gradient norm.
+    """
+    ranks: dict[int, Events] = {rank: [] for rank in range(4)}
+    clock = dict.fromkeys(range(4), 0)
+
+    def call(name: str, kind: str, *groups: tuple[int, ...]) -> None:
+        for members in groups:
+            end = max(clock[rank] for rank in members) + 50
+            named = arguments(kind, 8, len(members), name, **{"Process Group Ranks": str(list(members))})
+            for rank in members:
+                kernel_name = "ncclDevKernel_SendRecv" if name == "pp" else "ncclDevKernel_AllReduce_Sum"
+                ranks[rank].append(kernel(clock[rank], end, kernel_name, 20, **named))
+                clock[rank] = end
+
+    def compute(*stage: int) -> None:
+        for rank in stage:
+            work = 4_000 + 800 * (rank == slow)
+            ranks[rank].append(kernel(clock[rank], clock[rank] + work))
+            clock[rank] += work
+        call("tp", "allreduce", stage)
+
+    for number in range(12):
+        begin = dict(clock)
+        for order in (((0, 1), (2, 3)), ((2, 3), (0, 1))):
+            for _ in range(2):
+                compute(*order[0])
+                call("pp", "send", (0, 2), (1, 3))
+                compute(*order[1])
+        call("world", "allreduce", (0, 1, 2, 3))
+        for rank in ranks:
+            ranks[rank].append(step(number, begin[rank], clock[rank]))
+    return ranks
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1, 2, 3])
+def test_equal_stages_of_a_pipeline_are_no_stragglers(tmp_path: Path, missing: int | None) -> None:
+    ranks = make_pipeline()
+    ranks = {rank: events for rank, events in ranks.items() if rank != missing}
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": 4}).stragglers()
+    assert not any(row["is_straggler"] for row in stragglers)
+
+
+def test_the_delay_of_a_rank_in_a_pipeline_is_not_what_stages_wait_for_each_other(tmp_path: Path) -> None:
+    stragglers = load_ranks(tmp_path, make_pipeline(slow=0)).stragglers()
+    assert {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]} == {
+        0: 4 * 800
+    }
+
+
 @thorough()
 def test_equal_ranks_of_a_mesh_are_rarely_named() -> None:
     """Each axis of the mesh shows the same random delays: they are no evidence of their own."""
@@ -713,6 +777,14 @@ def test_equal_ranks_of_a_mesh_are_rarely_named() -> None:
             trace = load_ranks(Path(folder), make_slow_mesh(None, seed=seed))
             named += any(row["is_straggler"] for row in trace.stragglers())
     assert named <= 2
+
+
+def test_only_names_of_collectives_are_kept_after_a_trace(tmp_path: Path) -> None:
+    """Traces with stacks have hundreds of thousands of other names."""
+    others = [operator(10 * number, 10 * number + 5, f"frame {number}") for number in range(50)]
+    name_kind.cache_clear()
+    assert load_ranks(tmp_path, {0: [*others, all_reduce(0, 100)]}).collectives()
+    assert name_kind.cache_info().currsize < 10
 
 
 def test_ranks_that_cannot_be_compared_have_a_hint(tmp_path: Path) -> None:

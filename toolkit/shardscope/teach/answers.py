@@ -217,6 +217,9 @@ def _find_unit_mistake(value: float, expected: float, dimension: str, unit: str,
 
 # ---- Choices
 
+FILLERS = frozenset(("a", "an", "the", "it", "is", "it's", "one", "ones", "bucket", "layer", "plain"))
+"""Words around the name of a choice that do not change it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -260,10 +263,12 @@ def _normalize(word: str) -> str:
 
 
 def _find_name(text: str, names: Mapping[str, str]) -> str:
-    """Return the only name in a learner's words, as in "the last bucket"; ``text`` if there is not one."""
-    if text in names or re.search(r"\bnot\b", text):
-        return text
-    found = [name for name in names if re.search(rf"\b{re.escape(name.removesuffix('s'))}s?\b", text)]
+    """Return the name in a learner's words if the others are fillers, as in "the last bucket"; else ``text``.
+
+    Any other word may deny the name, or make another one of it: "neither", "all but the last".
+    """
+    words = " ".join(word for word in text.split() if word not in FILLERS)
+    found = [name for name in names if name.removesuffix("s") == words.removesuffix("s")]
     return found[0] if len(found) == 1 else text
 
 

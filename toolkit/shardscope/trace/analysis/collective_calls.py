@@ -117,11 +117,11 @@ def _list_calls(trace: Trace, finder: GroupFinder) -> list[Call]:
     index = np.flatnonzero(activity.is_communication)
     ranks = activity.rank_of_track[trace.track_index[index]]
     index = index[np.lexsort((trace.start_ns[index], ranks))]
-    kinds = [name_kind(name) for name in trace.names]
     calls = []
     for position, found in zip(index.tolist(), _read_arguments(trace, index), strict=True):
         rank = trace.tracks[trace.track_index[position]].rank
-        kind = _choose_kind(kinds[trace.name_index[position]], found.annotation, found.args.collective)
+        name = trace.names[trace.name_index[position]]
+        kind = _choose_kind(name, found.annotation, found.args.collective)
         call = Call(index=position, rank=rank, kind=kind)
         _set_group(finder, call, found.args)
         _set_bytes(call, found.args, found.dims)

@@ -40,7 +40,8 @@ class StragglerRow(TypedDict):
 
     rank: int
     late_seconds: float
-    """Time per step by which it arrives after the median of the other ranks, along the axis with the most."""
+    """Time per step by which it arrives after the median of the other ranks, along the axis with the most.
+    Of a straggler, along those that show it."""
     p_value: float | None
     """Probability that any of equally fast ranks would be as late; None if nothing can be compared."""
     is_straggler: bool
@@ -63,39 +64,42 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     """
     collectives = collectives or find_collectives(trace)
     # Delays as far as is known, with all waits in them, with the longest possible waits taken off, and those
-    # of calls before which all waits are known.
+    # of collectives before which all waits are known.
     measured, uncorrected, least, certain = (_Delays(trace.ranks) for _ in range(4))
+    is_all_certain = True
     for ranks, of_calls in _measure_durations(trace, collectives):
         delays = _compute_delays(of_calls.corrected)
         measured.add(ranks, delays)
         least.add(ranks, _compute_delays(of_calls.corrected, of_calls.longest))
         is_certain = ~of_calls.is_uncertain
-        certain.add(ranks, delays[is_certain])
+        certain.add(ranks, delays[is_certain & ~of_calls.is_message])
+        is_all_certain = is_all_certain and bool(is_certain.all())
         uncorrected.add(ranks, np.where(is_certain[:, None], delays, _compute_delays(of_calls.plain)))
     steps, step_seconds = list_step_seconds(trace), measure_step(trace)
     min_ns = {rank: MIN_SHARE * step_seconds * 1e9 * steps[rank][1] for rank in trace.ranks}
+
+    def make_row(rank: int, delay: _Delay) -> StragglerRow:
+        return {
+            "rank": rank,
+            "late_seconds": delay.ns / 1e9 / steps[rank][1],
+            "p_value": delay.p_value,
+            "is_straggler": delay.is_late,
+        }
+
     rows: list[StragglerRow] = []
     uncertain: dict[int, StragglerRow] = {}
     for number, rank in enumerate(trace.ranks):
-        late_seconds, p_value = measured.late_ns[number] / 1e9 / steps[rank][1], measured.get_p_value(number)
-        # At least half of the delay is certain. The rest may be waits for ranks that were not recorded.
-        min_certain = max(min_ns[rank], measured.late_ns[number] / 2)
-        is_late = measured.is_late(number, min_ns[rank]) and least.late_ns[number] >= min_certain
-        row: StragglerRow = {
-            "rank": rank,
-            "late_seconds": float(late_seconds),
-            "p_value": p_value,
-            "is_straggler": bool(is_late),
-        }
-        if certain.num_calls < measured.num_calls and not row["is_straggler"]:
+        # The part that is not certain may be waits for ranks that were not recorded.
+        delay = measured.measure(number, min_ns[rank], least)
+        if not is_all_certain and not delay.is_late:
             # Calls of which all is known may be enough to tell.
-            if certain.is_late(number, min_ns[rank]):
-                row |= {"p_value": certain.get_p_value(number), "is_straggler": True}
-            elif uncorrected.is_late(number, min_ns[rank]):
-                late_seconds = uncorrected.late_ns[number] / 1e9 / steps[rank][1]
-                p_value = uncorrected.get_p_value(number)
-                uncertain[rank] = {**row, "late_seconds": float(late_seconds), "p_value": p_value}
-        rows.append(row)
+            known = certain.measure(number, min_ns[rank])
+            delay = known if known.is_late else delay
+        rows.append(make_row(rank, delay))
+        if not is_all_certain and not delay.is_late:
+            delay = uncorrected.measure(number, min_ns[rank])
+            if delay.is_late:
+                uncertain[rank] = make_row(rank, delay._replace(is_late=False))
     if uncertain and not any(row["is_straggler"] for row in rows):
         latest = max(uncertain.values(), key=lambda row: row["late_seconds"])
         rows = [uncertain.get(row["rank"], row) for row in rows]
@@ -103,6 +107,15 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     kinds = frozenset(row["kind"] for row in collectives)
     text = _describe_stragglers(rows, measured.num_calls, step_seconds, trace.activity.has_steps, kinds)
     return Stragglers(rows, text)
+
+
+class _Delay(NamedTuple):
+    """One rank's delay in all steps."""
+
+    ns: float
+    p_value: float | None
+    """Probability that any of equally fast ranks is so late; None without calls."""
+    is_late: bool
 
 
 class _Delays:
@@ -136,22 +149,28 @@ class _Delays:
         return sum(len(of_calls) for _, of_calls in self._axes)
 
     @cached_property
-    def late_ns(self) -> Floats:
-        """Delay of each rank."""
-        return _find_longest(self._axes, len(self._numbers))
+    def by_axis(self) -> Floats:
+        """Delay of each rank (columns) along each axis (rows)."""
+        return _sum_by_axis(self._axes, len(self._numbers))
 
-    def is_late(self, number: int, min_ns: float) -> bool:
-        """Return whether a rank is late by at least ``min_ns``, and by more than chance explains."""
-        p_value = self.get_p_value(number) if self.late_ns[number] >= min_ns else None
-        return p_value is not None and p_value <= SIGNIFICANCE
+    def measure(self, number: int, min_ns: float, least: _Delays | None = None) -> _Delay:
+        """Return a rank's delay along the axis with the most of it; of those that make it late, if any do.
 
-    def get_p_value(self, number: int) -> float | None:
-        """Return the probability that any of equally fast ranks is so late; None without calls."""
-        return float(self._p_values[number]) if self.num_calls else None
+        An axis does if the delay is at least ``min_ns``, at least half of it is in ``least``, too, and it is
+        more than chance explains. Delays along others may be longer: stages wait for each other in turns.
+        """
+        if not self.num_calls:
+            return _Delay(0.0, None, False)
+        along, p_values = self.by_axis[:, number], self._p_values[:, number]
+        is_late = (p_values <= SIGNIFICANCE) & (
+            (least or self).by_axis[:, number] >= np.maximum(min_ns, along / 2)
+        )
+        is_shown = is_late if is_late.any() else along >= along.max() / 2
+        return _Delay(float(along[is_shown].max()), float(p_values[is_shown].min()), bool(is_late.any()))
 
     @cached_property
     def _p_values(self) -> Floats:
-        return _compute_p_values(self._axes, self.late_ns)
+        return _compute_p_values(self._axes, self.by_axis)
 
 
 class _Durations(NamedTuple):
@@ -164,6 +183,9 @@ class _Durations(NamedTuple):
     """With the longest time for which it may have waited."""
     is_uncertain: npt.NDArray[np.bool_]
     """Whether some of that is not known, by call."""
+    is_message: npt.NDArray[np.bool_]
+    """Whether the call is a send and its receive. Stages wait there by the schedule, each at other calls of a
+    step: a part of these calls says nothing."""
 
 
 class _Wait(NamedTuple):
@@ -192,9 +214,12 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
     """
     by_call: dict[int, dict[int, int]] = defaultdict(dict)
     is_in_steps = trace.activity.is_in_steps
+    messages: list[int] = []
     for row, index in zip(collectives, collectives.slices, strict=True):
         if row["call"] >= 0 and is_in_steps[index]:
             by_call[row["call"]][row["rank"]] = index
+            if row["kind"] == "send_recv":
+                messages.append(index)
     by_group: dict[tuple[int, ...], list[dict[int, int]]] = defaultdict(list)
     for of_ranks in by_call.values():
         if len(of_ranks) > 1:
@@ -218,6 +243,7 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
                 corrected=inside + is_comparable * (known + estimated),
                 longest=inside + known + estimated + possible,
                 is_uncertain=np.any(num_unknown + num_estimated > 0, axis=1),
+                is_message=np.isin(slices[:, 0], messages),
             ),
         )
 
@@ -231,7 +257,7 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
     ]
     num_callers = Counter(row["call"] for row, _ in rows)
     # Sends and receives of more than two stages cannot be paired. Then those of no rank count.
-    are_paired = all(row["call"] >= 0 for row, _ in rows if row["kind"] == "send_recv")
+    are_paired = all(row["group_size"] == 2 for row, _ in rows if row["kind"] == "send_recv")
     waits: dict[int, _Wait] = {}
     incomplete: list[tuple[CollectiveRow, int]] = []
     transfers: dict[tuple[str, int | None, int], list[float]] = defaultdict(list)
@@ -239,8 +265,8 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
         # What compute overlaps delays nothing.
         wait = _Wait(round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9))
         is_complete = row["call"] >= 0 and num_callers[row["call"]] >= row["group_size"]
-        if row["kind"] == "send_recv":
-            waits[index] = wait if are_paired else _Wait()
+        if row["kind"] == "send_recv" and not are_paired:
+            waits[index] = _Wait()
         elif is_complete or row["group_size"] == 1 or not row["exposed_seconds"]:
             waits[index] = wait
         else:
@@ -309,39 +335,37 @@ def _sum_by_rank(ranks: Ints, values: Floats, num_ranks: int) -> Floats:
     return np.asarray(np.bincount(ranks.ravel(), weights=values.ravel(), minlength=num_ranks), np.float64)
 
 
-def _find_longest(axes: list[tuple[Ints, Floats]], num_ranks: int) -> Floats:
-    """Return the delay of each rank along the axis with the most of it."""
-    sums = [_sum_by_rank(ranks, delays, num_ranks) for ranks, delays in axes]
-    return np.asarray(np.max([np.zeros(num_ranks), *sums], axis=0), np.float64)
+def _sum_by_axis(axes: list[tuple[Ints, Floats]], num_ranks: int) -> Floats:
+    """Return the sum of each rank's values (columns) along each axis (rows)."""
+    sums = [_sum_by_rank(ranks, values, num_ranks) for ranks, values in axes]
+    return np.array(sums, np.float64).reshape(len(axes), num_ranks)
 
 
 def _compute_p_values(axes: list[tuple[Ints, Floats]], late: Floats) -> Floats:
-    """Return for each rank the probability that the latest of equally fast ranks is at least as late."""
-    num_ranks = len(late)
+    """Return the probability that any of equally fast ranks is as late along any axis, for each of ``late``.
+
+    Delays are compared in standard deviations of their axis: along the data-parallel one a few calls have the
+    delay of whole steps, and any of its ranks is as late by chance.
+    """
+    num_axes, num_ranks = late.shape
+    means = [(ranks, np.broadcast_to(delays.mean(axis=1)[:, None], delays.shape)) for ranks, delays in axes]
+    variances = [
+        (ranks, np.broadcast_to(delays.var(axis=1)[:, None], delays.shape)) for ranks, delays in axes
+    ]
+    expected = _sum_by_axis(means, num_ranks)
+    spread = np.sqrt(np.maximum(_sum_by_axis(variances, num_ranks), 1e-30))
+    scores = (late - expected) / spread
     if sum(len(delays) for _, delays in axes) > MAX_PERMUTED_CALLS:
-        return _approximate_p_values(axes, num_ranks)
+        # Normal approximation, times the number of ranks and axes (Bonferroni).
+        tails = [[0.5 * math.erfc(score / math.sqrt(2)) for score in row] for row in scores.tolist()]
+        return np.asarray(np.minimum(np.array(tails) * num_ranks * num_axes, 1.0), np.float64)
     random = np.random.default_rng(0)  # the same trace gives the same answer
-    at_least = np.ones(num_ranks)
+    at_least = np.ones(late.shape)
     for _ in range(NUM_PERMUTATIONS):
         shuffled = [(ranks, random.permuted(delays, axis=1)) for ranks, delays in axes]
-        # A sum in another order may differ in the last bit.
-        at_least += _find_longest(shuffled, num_ranks).max() >= late * (1 - 1e-12)
+        # A sum in another order may differ in the last bits.
+        at_least += ((_sum_by_axis(shuffled, num_ranks) - expected) / spread).max() >= scores - 1e-9
     return at_least / (NUM_PERMUTATIONS + 1)
-
-
-def _approximate_p_values(axes: list[tuple[Ints, Floats]], num_ranks: int) -> Floats:
-    """Return the same by a normal approximation, times the number of ranks and axes (Bonferroni)."""
-    smallest = np.ones(num_ranks)
-    for ranks, delays in axes:
-        mean = np.broadcast_to(delays.mean(axis=1, keepdims=True), delays.shape)
-        variance = np.broadcast_to(delays.var(axis=1, keepdims=True), delays.shape)
-        late, expected, spread = (
-            _sum_by_rank(ranks, values, num_ranks) for values in (delays, mean, variance)
-        )
-        deviations = (late - expected) / np.sqrt(np.maximum(spread, 1e-30))
-        tails = np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in deviations.tolist()])
-        smallest = np.minimum(smallest, tails)
-    return np.asarray(np.minimum(smallest * num_ranks * len(axes), 1.0), np.float64)
 
 
 def _describe_stragglers(

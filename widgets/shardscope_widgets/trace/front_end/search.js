@@ -15,11 +15,8 @@ function sendSearch(view) {
   const { model, page } = view;
   clearTimeout(view.searchTimer);
   if (page.search.value === model.get("search")) return;
-  view.matchNumber = 0;
   model.set("search", page.search.value);
   model.save_changes();
-  showMatchCount(view);
-  scheduleDraw(view);
 }
 
 /** @param {View} view */

@@ -17,6 +17,9 @@ function followModel(view) {
     },
     "change:search": () => {
       if (document.activeElement !== page.search) page.search.value = model.get("search");
+      view.matchNumber = 0;
+      view.pending.find = 0; // a reply to it would be about the search before
+      showMatchCount(view);
       scheduleDraw(view);
     },
     "change:num_matches": () => {
