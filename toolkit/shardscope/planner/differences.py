@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.frameworks.registry import frameworks
 
 if TYPE_CHECKING:
     from shardscope.core.layout import Layout
@@ -51,8 +54,8 @@ def find_differences(before: Plan, after: Plan) -> list[Difference]:
 
 def does_the_same(one: Plan, other: Plan) -> bool:
     """Return whether two plans run the same training step, whether or not default values are written out."""
-    # Equal peaks stand for all other options: an option that is written out and one that is derived give the
-    # same bytes.
+    # Equal peaks stand for all other options, except those that change the time alone: an option that is
+    # written out and one that is derived give the same bytes.
     return (
         (one.architecture, one.cluster) == (other.architecture, other.cluster)
         and one.layout.framework == other.layout.framework
@@ -60,7 +63,13 @@ def does_the_same(one: Plan, other: Plan) -> bool:
         and one.recipe.micro_batch_size == other.recipe.micro_batch_size
         and one.recipe.recompute == other.recipe.recompute
         and one.memory().peak_bytes == other.memory().peak_bytes
+        and _find_waits(one) == _find_waits(other)
     )
+
+
+def _find_waits(plan: Plan) -> Mapping[str, object]:
+    """Return the options that would overlap collectives with computation and are off."""
+    return frameworks[plan.layout.framework].defaults().find_overlap_options(plan)
 
 
 def _drop_derived(plan: Plan, other: Plan) -> Layout:

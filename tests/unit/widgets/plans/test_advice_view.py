@@ -116,6 +116,21 @@ def test_current_plan_is_kept_if_it_is_the_recommended_one() -> None:
     assert "does not fit" in strip_tags(view.words.value)
 
 
+def test_a_current_plan_that_only_lacks_overlap_is_not_the_recommended_one() -> None:
+    """It has the same memory: the view said to keep it, next to the faster step of the recommended plan."""
+    waiting, faster = (
+        build_plan(ss.Layout.megatron(tp=2, overlap_grad_reduce=on, overlap_param_gather=on))
+        for on in (False, True)
+    )
+    view = AdviceView(build_advice(plan=faster, why="Start with Megatron-core (tp 2). It fits."))
+    view.mark(waiting)
+    text = strip_tags(view.words.value)
+    assert "Start with Megatron-core" in text and "the same memory" in text and "% faster" in text
+    assert "data-act='plan'" in view.words.value
+    view.mark(faster)
+    assert "Keep the current plan" in strip_tags(view.words.value)
+
+
 def test_memory_and_speed_are_compared_with_the_current_plan() -> None:
     current, advised = build_plan(recompute="full"), build_plan()
     view = AdviceView(build_advice(plan=advised))

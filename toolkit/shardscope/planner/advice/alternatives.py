@@ -102,7 +102,10 @@ def _list_launchable(path: QuestionPath, advised: EvaluatedPlan) -> list[tuple[P
         None if path.ranking is None else find_launched(evaluator, path.ranking, advised, path.familiar)
     )
     best = find_fastest(runs if searched is None else [*runs, searched])
-    if best is None or best.seconds is None or is_faster(advised, best, SAFE):
+    if best is None or best.seconds is None:
+        return []
+    best = evaluator.with_overlap(best, path.familiar)
+    if is_faster(advised, best, SAFE):
         return []
     gain = describe_gain(descriptions.name_plan(best.plan, evaluator.recipe), best, advised)
     return [(best.plan, f"{gain} It can be launched here.")]

@@ -82,7 +82,7 @@ def ask_plan_on_screen(path: QuestionPath) -> None:
         "plan that fits with room."
     )
     # Compared with the plan as it would be advised: ask_overlap() comes later.
-    best = None if current is None else path.evaluator.with_overlap(current)
+    best = None if current is None else path.evaluator.with_overlap(current, path.familiar)
     # The same plan, or the only one that fits: keep it without a comparison.
     if current is None or best is None or mine.plan == best.plan:
         path.keeps_on_screen = True
@@ -236,7 +236,7 @@ def ask_overlap(path: QuestionPath) -> None:
     current = path.current
     if current is None or current.seconds is None or path.keeps_on_screen:
         return
-    overlapped = path.evaluator.with_overlap(current)
+    overlapped = path.evaluator.with_overlap(current, path.familiar)
     if overlapped is current:
         return
     before, after = current.plan.layout, overlapped.plan.layout

@@ -6,7 +6,7 @@ accumulation, with recomputation, and with the chunked loss. None of these chang
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +17,7 @@ from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
 from shardscope.core.serialization import replace_fields
+from shardscope.frameworks.accelerate.limits import why_not_started
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages
 from shardscope.planner.repairs.single_changes import OFFLOADS
@@ -208,16 +209,27 @@ class PlanEvaluator:
             self._with_room[key] = self._find_larger(evaluated)
         return self._with_room[key]
 
-    def with_overlap(self, evaluated: EvaluatedPlan) -> EvaluatedPlan:
+    def with_overlap(self, evaluated: EvaluatedPlan, familiar: Collection[str] = ()) -> EvaluatedPlan:
         """Return the same plan with the options on that overlap collectives with computation, which
-        frameworks and a search leave off; ``evaluated`` itself if they gain nothing or make it tight."""
+        frameworks and a search leave off; ``evaluated`` itself if they gain nothing or make it tight.
+
+        A team that is familiar with Accelerate has to gain more than the prediction error by options that it
+        does not start.
+        """
         defaults = frameworks[evaluated.plan.layout.framework].defaults()
         options = defaults.find_overlap_options(evaluated.plan)
         if not options:
             return evaluated
         layout = replace_fields(evaluated.plan.layout, options)
         overlapped = self.evaluate_fitting_plan(layout, evaluated.plan.recipe)
-        if overlapped is None or not is_faster(overlapped, evaluated, LEAST_GAIN):
+        if overlapped is None:
+            return evaluated
+        loses_accelerate = (
+            "accelerate" in familiar
+            and why_not_started(evaluated.plan) is None
+            and why_not_started(overlapped.plan) is not None
+        )
+        if not is_faster(overlapped, evaluated, PAYS if loses_accelerate else LEAST_GAIN):
             return evaluated
         becomes_tight = overlapped.report.is_tight and not evaluated.report.is_tight
         return evaluated if becomes_tight else overlapped
@@ -230,8 +242,11 @@ class PlanEvaluator:
             is_own = loss == evaluated.plan.recipe.loss
             larger = list(self._list_larger(evaluated, loss))
             fastest = find_fastest([evaluated, *larger])
-            if fastest and is_faster(fastest, best, WORTH_A_SETTING if is_own else PAYS):
-                best = _choose_smallest(larger, fastest, evaluated.plan.recipe)
+            least = WORTH_A_SETTING if is_own else PAYS
+            if fastest and is_faster(fastest, best, least):
+                # A smaller micro-batch that is about as fast has to be worth the change, too.
+                worth = [one for one in larger if is_faster(one, best, least)]
+                best = _choose_smallest(worth, fastest, evaluated.plan.recipe)
         return best
 
     def _list_larger(self, evaluated: EvaluatedPlan, loss: Loss | None) -> Iterator[EvaluatedPlan]:

@@ -178,7 +178,7 @@ def find_alternatives(
     if advised.report.is_tight:
         offered.reverse()
     # With the options that the recommended plan has, too. The same plan may be both faster and leaner.
-    offered = [one and evaluator.with_overlap(one) for one in offered]
+    offered = [one and evaluator.with_overlap(one, familiar) for one in offered]
     better = {
         one.plan: one
         for one in offered
@@ -344,9 +344,10 @@ def _find_first_launched(
     if not keep_order:
         rows = rows[np.argsort(ranking.get_step_seconds(rows), kind="stable")]
     # Whether a plan can be launched is asked plan by plan, in Python, so the number of questions is bounded.
-    # It depends on the options and on which degrees are above 1, not on their size: ask once for each.
-    kinds = ranking.owners(rows)
-    for name in (name for name in DEGREES if name != DATA_PARALLEL):
+    # It depends on the options, on which degrees are above 1, and on tp, which has to divide the model's
+    # widths: ask once for each.
+    kinds = ranking.owners(rows) * (ranking.cluster.num_gpus + 1) + ranking.column("tp")[rows]
+    for name in (name for name in DEGREES if name not in (DATA_PARALLEL, "tp")):
         kinds = 2 * kinds + (ranking.column(name)[rows] > 1)
     firsts = np.unique(kinds, return_index=True)[1]
     for row in rows[np.sort(firsts)][:MAX_CHECKED]:
