@@ -32,7 +32,7 @@ from shardscope_widgets.kit.saved.static_picture import TEXT_WIDGETS
 from shardscope_widgets.run.runs_view import RunsView
 from shardscope_widgets.run.view import RunView
 
-HANG_SECONDS = 10.0
+HANG_SECONDS = 30.0
 """A call that has not returned by then blocks or reads without end; normally it takes 0.1 s."""
 PRECIOUS = "a file of the user's\n"
 
