@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 from tests.requirements import few, sample, skip_without
 
 from shardscope_widgets import RunView
-from shardscope_widgets.run.view import KEEP_MODEL
+from shardscope_widgets.run.progress_figures import KEEP_MODEL
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

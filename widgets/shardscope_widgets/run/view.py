@@ -12,7 +12,6 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
-from shardscope.records.clock_offsets import sum_seconds
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.follow import Follow
 from shardscope.records.nodes import RunNode
@@ -20,9 +19,8 @@ from shardscope.runs.explain.failure import find_first_failure
 from shardscope.runs.explain.predicted_metrics import PredictedMetrics
 from shardscope.runs.profiling_request import is_recording
 from shardscope.runs.stop_request import Button
-from shardscope.runs.watch.pace import RATES, RECENT_STEPS, Pace, SlowestRank
+from shardscope.runs.watch.pace import Pace
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.numbers import format_short
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.run import run_html
@@ -31,6 +29,14 @@ from shardscope_widgets.run.log import LAUNCHER, RunLog
 from shardscope_widgets.run.memory import RunMemory
 from shardscope_widgets.run.model_panel import ModelPanel, has_adapters
 from shardscope_widgets.run.panels import MAX_NAMES, TRAINING_PANELS, VALIDATION_PANEL, is_number
+from shardscope_widgets.run.progress_figures import (
+    KEEP_BEST,
+    KEEP_MODEL,
+    PLACEHOLDER,
+    describe_slowest,
+    list_step_figures,
+    list_time_figures,
+)
 from shardscope_widgets.run.recording_panel import RecordingPanel
 from shardscope_widgets.run.samples import RunSamples
 
@@ -53,15 +59,8 @@ FINISH_TOOLTIP = (
     "ends as a complete one"
 )
 FINISH_LAST_TOOLTIP = "Finish the current step and export its weights: the run ends as a complete one"
-KEEP_BEST, KEEP_MODEL = "Stop and keep the best", "Stop and keep the model"
-ENDED_EARLY = (
-    f"Training ended early: validations found no lower loss, or {KEEP_BEST} was pressed. The weights are "
-    "those with the lowest validation loss"
-)
-ENDED_BY_REQUEST = f"{KEEP_MODEL} was pressed. The weights are those of the last step"
 SHOULD_STOP_TOOLTIP = "Set ctx.should_stop: the task ends by itself, and its own code decides what it saves"
 NO_RUN = "No run yet. A run that you launch or open appears here."
-PLACEHOLDER = "–"
 
 
 class RunView(View):
@@ -476,11 +475,14 @@ class RunView(View):
         total = run.num_steps
         _update_html(self.progress, run_html.render_progress_bar(done, total) if total else "")
         is_known = run.trains_the_plan
-        entries = [*self._list_step_figures(run, done), *self._list_time_figures(run, has_ended)]
+        entries = [
+            *list_step_figures(run, self._pace, self._latest.get(0, {}), self.status),
+            *list_time_figures(run, self._pace, has_ended),
+        ]
         if self._follow is not None and self._follow.num_skipped_bytes:
             entries.append(run_html.describe_sample(self._follow))
         if slowest is not None:
-            entries += self._describe_slowest(slowest)
+            entries += describe_slowest(slowest, self._pace, self._nodes)
         elif is_known and run.world_size > 1:
             entries.append((PLACEHOLDER, "slowest rank", "Known after some steps"))
         _update_html(self.facts, run_html.render_figures(entries))
@@ -494,67 +496,6 @@ class RunView(View):
         # A run that ended before its first step: empty charts would push its error out of sight.
         is_empty = has_ended and self.figure is not None and not self.figure.has_lines
         self._figure_place.layout.display = "none" if is_empty else ""
-
-    def _describe_slowest(self, slowest: SlowestRank) -> list[tuple[str, str, str]]:
-        """Return the slowest rank, and the slowest node if nodes have several ranks."""
-        node_of_rank = {rank: node.number for node in self._nodes for rank in node.ranks}
-        if slowest.rank not in node_of_rank:
-            return [run_html.describe_slowest_rank(slowest)]
-        name = self._nodes[node_of_rank[slowest.rank]].name
-        entries = [run_html.describe_slowest_rank(slowest, name)]
-        node = self._pace.find_slowest_node(node_of_rank)
-        if node is not None and len(self._nodes) < slowest.num_ranks:
-            name = self._nodes[node.number].name
-            entries.append(run_html.describe_slowest_node(node, name, len(self._nodes)))
-        return entries
-
-    def _list_step_figures(self, run: ss.Run, done: int) -> list[tuple[str, str, str]]:
-        """Return steps, loss and tokens/s as (figure, name, tooltip).
-
-        A training task's figures are known before its first step: dashes keep the layout from shifting.
-        """
-        is_known, total, latest = run.trains_the_plan, run.num_steps, self._latest.get(0, {})
-        entries = []
-        if self._pace.last_step is not None or is_known:
-            goal = f" of {total:,}" if total else ""
-            noun = "step" if (total or done) == 1 else "steps"
-            why = "Steps up to the last one that any rank has logged"
-            if run.keeps_a_model and self.status == "finished" and done < (total or 0):
-                noun, why = (
-                    ("steps, best kept", ENDED_EARLY)
-                    if run.keeps_best
-                    else ("steps, last kept", ENDED_BY_REQUEST)
-                )
-            entries.append((f"{done:,}{goal}", noun, why))
-        loss = latest.get("loss")
-        if is_number(loss) or is_known:
-            entries.append((f"{loss:.3f}" if is_number(loss) else PLACEHOLDER, "loss", "Rank 0, last step"))
-        rate, why = self._pace.tokens_per_second, f"Median of the last {RECENT_STEPS} steps"
-        if rate is not None:
-            whose = " in all" if rate[0] == RATES[0] else ", rank 0"
-            entries.append((format_short(rate[1]), f"tokens/s{whose}", why))
-        elif is_known:
-            entries.append((PLACEHOLDER, "tokens/s in all", why))
-        return entries
-
-    def _list_time_figures(self, run: ss.Run, has_ended: bool) -> list[tuple[str, str, str]]:
-        """Return the remaining or the total time as (figure, name, tooltip)."""
-        total = run.num_steps
-        if run.is_hanging:
-            return [(PLACEHOLDER, "remaining", "Not known while no step is logged: see below the run's name")]
-        left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None
-        if left is not None and self._pace.last_step == (total or 0) - 1:
-            why = "All steps are done: samples, the last checkpoint and the model are written"
-            return [("finishing", "all steps done", why)]
-        if left is not None:
-            why = "The remaining steps at the mean speed of the last ones, with validation and checkpoints"
-            return [(f"about {run_html.format_duration(left)}", "remaining", why)]
-        if has_ended:
-            seconds = _find_duration(run)
-            if seconds is None:
-                return []
-            return [(run_html.format_duration(seconds), "total time", "From launch to end")]
-        return [(PLACEHOLDER, "remaining", "Known after some steps")] if run.trains_the_plan else []
 
 
 def _can_stop(run: ss.Run, status: str) -> bool:
@@ -590,11 +531,6 @@ def _count_from_one(record: dict[str, object]) -> dict[str, object]:
 
 def _select_metrics(record: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in record.items() if name not in ("time", "rank", "node", "gpu")}
-
-
-def _find_duration(run: ss.Run) -> float | None:
-    times = [record["time"] for record in run.history if is_number(record["time"])]
-    return sum_seconds(times) if len(times) > 1 else None
 
 
 def _render_engine(engine: object) -> str:
