@@ -77,7 +77,7 @@ class TrainingContext(Context, Protocol):
 
     @property
     def stops_without_checkpoint(self) -> bool:
-        """Whether a stop without a checkpoint was requested, after which the supervisor ends the ranks."""
+        """Return whether a stop without a checkpoint was requested; the supervisor then ends the ranks."""
 
     def record_steps(
         self, steps: int, *, warmup: int, skip: int, recording: int, options: Mapping[str, bool]

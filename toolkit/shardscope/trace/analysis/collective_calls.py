@@ -130,7 +130,7 @@ def _list_calls(trace: Trace, finder: GroupFinder) -> list[Call]:
 
 
 class _CallArguments(NamedTuple):
-    """What is recorded of a call: its arguments; or for older recordings and gloo, of operators around it."""
+    """Recorded arguments of a call; for older recordings and gloo, those of the operators around it."""
 
     args: CollectiveArgs
     annotation: str = ""

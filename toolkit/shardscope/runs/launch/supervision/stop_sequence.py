@@ -38,7 +38,7 @@ class SupervisedRun(Protocol):
 
     @property
     def seems_to_hang(self) -> bool:
-        """Whether the ranks seem to hang."""
+        """Return whether the ranks seem to hang."""
 
     def has_returned_unasked(self) -> bool:
         """Return whether the task has returned on every rank, and on none because of a stop request."""
@@ -96,12 +96,12 @@ class StopSequence:
 
     @property
     def ends_processes(self) -> bool:
-        """Whether processes are being ended, so that no further request changes anything."""
+        """Return whether processes are being ended, so that no further request changes anything."""
         return self.phase in ("leave", "terminate", "kill")
 
     @property
     def has_signalled(self) -> bool:
-        """Whether the ranks were signalled for the stop."""
+        """Return whether the ranks were signalled for the stop."""
         return self.phase in ("terminate", "kill")
 
     def obey_signal(self, number: int) -> bool:
