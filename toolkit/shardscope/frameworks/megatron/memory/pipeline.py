@@ -210,17 +210,15 @@ def _drop_dominated(steps: list[InFlight]) -> tuple[InFlight, ...]:
     A step dominates another if its chunk has the same layers and no fewer layers of either kind are in
     flight.
     """
+    most_moe: dict[tuple[int, int], int] = {}
     dominant: list[InFlight] = []
-    for step in dict.fromkeys(steps):
-        if any(_dominates(other, step) for other in dominant):
-            continue
-        dominant = [other for other in dominant if not _dominates(step, other)]
-        dominant.append(step)
+    # In descending order a step is dominated if one before it has no fewer layers with experts.
+    for step in sorted(set(steps), reverse=True):
+        chunk = step[2:]
+        if step.moe > most_moe.get(chunk, -1):
+            most_moe[chunk] = step.moe
+            dominant.append(step)
     return tuple(dominant)
-
-
-def _dominates(one: InFlight, other: InFlight) -> bool:
-    return one[2:] == other[2:] and one.dense >= other.dense and one.moe >= other.moe
 
 
 @lru_cache(maxsize=4096)
