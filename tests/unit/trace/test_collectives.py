@@ -768,6 +768,95 @@ def test_the_delay_of_a_rank_in_a_pipeline_is_not_what_stages_wait_for_each_othe
     }
 
 
+def make_scheduled_pipeline(
+    num_stages: int, replicas: int = 1, slow: int | None = None, missing: int | None = None
+) -> dict[int, Events]:
+    """Return 12 steps of four micro-batches in the 1F1B schedule, with messages in a group of all stages.
+
+    A slow rank takes 2,000 ns more in each of the eight forwards and backwards of a step. At the end of it
+    replicas reduce their gradients, and all ranks the gradient norm. All work takes random times.
+    """
+    random = np.random.default_rng(0)
+    everyone = range(num_stages * replicas)
+    ranks: dict[int, Events] = {rank: [] for rank in everyone}
+    clock = dict.fromkeys(everyone, 0)
+
+    def call(rank: int, end: int, kind: str, group: list[int]) -> None:
+        named = arguments(kind, 8, len(group), str(group), **{"Process Group Ranks": str(group)})
+        name = "ncclDevKernel_AllReduce_Sum" if kind == "allreduce" else "ncclDevKernel_SendRecv"
+        ranks[rank].append(kernel(clock[rank], end, name, 20, **named))
+        clock[rank] = end
+
+    def reduce(group: list[int]) -> None:
+        end = max(clock[rank] for rank in group) + 50
+        for rank in group:
+            call(rank, end, "allreduce", group)
+
+    def list_work(stage: int) -> list[tuple[int, int]]:
+        """Return the direction (forward: 1) and micro-batch of a stage's work in its order."""
+        warm = min(num_stages - stage - 1, 4)
+        steady = [work for batch in range(4 - warm) for work in ((1, warm + batch), (-1, batch))]
+        return [*((1, batch) for batch in range(warm)), *steady, *((-1, 4 - warm + b) for b in range(warm))]
+
+    for number in range(12):
+        begin = dict(clock)
+        left = {stage: list_work(stage) for stage in range(num_stages)}
+        sent: dict[tuple[int, int, int, int], int] = {}
+        while any(left.values()):
+            for stage, works in left.items():
+                direction, batch = works[0] if works else (0, 0)
+                before, after = stage - direction, stage + direction
+                if not works or (0 <= before < num_stages and (direction, batch, before, 0) not in sent):
+                    continue
+                works.pop(0)
+                for replica in range(replicas):
+                    rank = stage * replicas + replica
+                    stages = [replica + replicas * one for one in range(num_stages)]
+                    if 0 <= before < num_stages:
+                        ready = max(clock[rank], sent[direction, batch, before, replica])
+                        call(rank, ready + 30, "recv", stages)
+                    work = 4_000 * (1 if direction == 1 else 2) + 2_000 * (rank == slow)
+                    end = clock[rank] + work + int(random.integers(0, 200))
+                    ranks[rank].append(kernel(clock[rank], end))
+                    sent[direction, batch, stage, replica] = clock[rank] = end
+                    if 0 <= after < num_stages:
+                        call(rank, end + 30, "send", stages)
+        for stage in range(num_stages) if replicas > 1 else ():
+            reduce([stage * replicas + replica for replica in range(replicas)])
+        reduce(list(everyone))
+        for rank in everyone:
+            ranks[rank].append(step(number, begin[rank], clock[rank]))
+    return {rank: events for rank, events in ranks.items() if rank != missing}
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "replicas", "missing"), [(4, 1, None), (4, 2, None), (4, 1, 2), (2, 2, 0), (2, 2, 3)]
+)
+def test_the_schedule_of_a_pipeline_makes_no_stage_a_straggler(
+    tmp_path: Path, num_stages: int, replicas: int, missing: int | None
+) -> None:
+    """The first stage ends each step last, and waited for messages before, as for those of a lost rank."""
+    ranks = make_scheduled_pipeline(num_stages, replicas, missing=missing)
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": num_stages * replicas}).stragglers()
+    assert not any(row["is_straggler"] for row in stragglers)
+    if missing is None:
+        assert stragglers.text.startswith("Stragglers: none.")
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "replicas", "slow", "missing"),
+    [(4, 1, 0, None), (4, 1, 2, None), (4, 2, 1, None), (4, 2, 7, 6), (2, 2, 0, 2), (2, 2, 1, 3)],
+)
+def test_the_slow_rank_of_a_pipeline_is_named_with_what_its_work_takes(
+    tmp_path: Path, num_stages: int, replicas: int, slow: int, missing: int | None
+) -> None:
+    """Its own stage, or the other ranks of its replica, which wait for its messages, were named instead."""
+    ranks = make_scheduled_pipeline(num_stages, replicas, slow, missing)
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": num_stages * replicas}).stragglers()
+    late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]}
+    assert late == {slow: pytest.approx(8 * 2_000, rel=0.06)}
+
+
 @thorough()
 def test_equal_ranks_of_a_mesh_are_rarely_named() -> None:
     """Each axis of the mesh shows the same random delays: they are no evidence of their own."""

@@ -41,7 +41,7 @@ class StragglerRow(TypedDict):
     rank: int
     late_seconds: float
     """Time per step by which it arrives after the median of the other ranks, along the axis with the most.
-    Of a straggler, along those that show it."""
+    Of a straggler, along those that show it. In a pipeline, the time for which its own work takes longer."""
     p_value: float | None
     """Probability that any of equally fast ranks would be as late; None if nothing can be compared."""
     is_straggler: bool
@@ -67,7 +67,12 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     # of collectives before which all waits are known.
     measured, uncorrected, least, certain = (_Delays(trace.ranks) for _ in range(4))
     is_all_certain = True
-    for ranks, of_calls in _measure_durations(trace, collectives):
+    groups = list(_measure_durations(trace, collectives))
+    # Stages wait at messages by the schedule, whichever of them is slow: other calls tell more.
+    has_others = any(not of_calls.is_message.all() for _, of_calls in groups)
+    for ranks, of_calls in groups:
+        if has_others and of_calls.is_message.all():
+            continue
         delays = _compute_delays(of_calls.corrected)
         measured.add(ranks, delays)
         least.add(ranks, _compute_delays(of_calls.corrected, of_calls.longest))
@@ -256,8 +261,6 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
         if trace.activity.is_in_steps[index]
     ]
     num_callers = Counter(row["call"] for row, _ in rows)
-    # Sends and receives of more than two stages cannot be paired. Then those of no rank count.
-    are_paired = all(row["group_size"] == 2 for row, _ in rows if row["kind"] == "send_recv")
     waits: dict[int, _Wait] = {}
     incomplete: list[tuple[CollectiveRow, int]] = []
     transfers: dict[tuple[str, int | None, int], list[float]] = defaultdict(list)
@@ -265,8 +268,10 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
         # What compute overlaps delays nothing.
         wait = _Wait(round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9))
         is_complete = row["call"] >= 0 and num_callers[row["call"]] >= row["group_size"]
-        if row["kind"] == "send_recv" and not are_paired:
-            waits[index] = _Wait()
+        if row["kind"] == "send_recv":
+            # The first stage of a pipeline is the last to end a step, by the schedule. All time of messages
+            # counts as waits, whichever peer they are for, so that the rest of a step is a stage's own work.
+            waits[index] = _Wait(round(row["exposed_seconds"] * 1e9))
         elif is_complete or row["group_size"] == 1 or not row["exposed_seconds"]:
             waits[index] = wait
         else:
