@@ -769,9 +769,16 @@ def test_the_delay_of_a_rank_in_a_pipeline_is_not_what_stages_wait_for_each_othe
 
 
 def make_scheduled_pipeline(
-    num_stages: int, replicas: int = 1, slow: int | None = None, missing: int | None = None
+    num_stages: int,
+    replicas: int = 1,
+    slow: int | None = None,
+    missing: int | None = None,
+    *,
+    has_loss: bool = False,
 ) -> dict[int, Events]:
     """Return 12 steps of four micro-batches in the 1F1B schedule, with messages in a group of all stages.
+
+    With a loss, the last stage has a short call of an unknown group after each forward.
 
     A slow rank takes 2,000 ns more in each of the eight forwards and backwards of a step. At the end of it
     replicas reduce their gradients, and all ranks the gradient norm. All work takes random times.
@@ -818,6 +825,9 @@ def make_scheduled_pipeline(
                     work = 4_000 * (1 if direction == 1 else 2) + 2_000 * (rank == slow)
                     end = clock[rank] + work + int(random.integers(0, 200))
                     ranks[rank].append(kernel(clock[rank], end))
+                    if has_loss and direction == 1 and after == num_stages:
+                        ranks[rank].append(all_reduce(end, end + 10))
+                        end += 10
                     sent[direction, batch, stage, replica] = clock[rank] = end
                     if 0 <= after < num_stages:
                         call(rank, end + 30, "send", stages)
@@ -855,6 +865,15 @@ def test_the_slow_rank_of_a_pipeline_is_named_with_what_its_work_takes(
     stragglers = load_ranks(tmp_path, ranks, info={"world_size": num_stages * replicas}).stragglers()
     late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]}
     assert late == {slow: pytest.approx(8 * 2_000, rel=0.06)}
+
+
+@pytest.mark.parametrize("slow", [None, 1])
+def test_short_calls_of_an_unknown_group_leave_ranks_comparable(tmp_path: Path, slow: int | None) -> None:
+    """Such as those of Megatron's loss in a tensor-parallel group of one rank, which gloo does not name."""
+    ranks = make_scheduled_pipeline(2, 2, slow, has_loss=True)
+    stragglers = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in stragglers if row["is_straggler"]] == ([] if slow is None else [slow])
+    assert "unknown" not in stragglers.text
 
 
 @thorough()

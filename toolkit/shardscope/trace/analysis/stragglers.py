@@ -182,6 +182,7 @@ class _Durations(NamedTuple):
     """How long each rank of a group (columns) is in each call (rows), in nanoseconds."""
 
     plain: Ints
+    """Without what it waited before; in a complete pipeline, with the time of its messages."""
     corrected: Ints
     """With the time for which the rank waited in other groups before."""
     longest: Ints
@@ -203,6 +204,8 @@ class _Wait(NamedTuple):
     """Upper bound, if nothing is known."""
     num_unknown: int = 0
     num_estimated: int = 0
+    messages: int = 0
+    """Time of sends and receives, which each rank's own file has."""
 
     def plus(self, other: _Wait, sign: int = 1) -> _Wait:
         return _Wait(*(one + sign * two for one, two in zip(self, other, strict=True)))
@@ -229,6 +232,7 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
     for of_ranks in by_call.values():
         if len(of_ranks) > 1:
             by_group[tuple(sorted(of_ranks))].append(of_ranks)
+    is_complete = trace.world_size <= len(trace.ranks)
     waited = _sum_waits_before(trace, by_group, _list_waits(trace, collectives))
     for group, calls in by_group.items():
         slices = np.array([[of_ranks[rank] for rank in group] for of_ranks in calls])
@@ -238,15 +242,17 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         start[1:] = np.maximum(start[1:], np.maximum.accumulate(end, axis=0)[:-1])
         positions = np.array([trace.ranks.index(rank) for rank in group])
         before = np.array([[waited[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
-        known, estimated, possible, num_unknown, num_estimated = np.moveaxis(before, -1, 0)
+        known, estimated, possible, num_unknown, num_estimated, of_messages = np.moveaxis(before, -1, 0)
         is_comparable = num_unknown.min(axis=1, keepdims=True) == num_unknown.max(axis=1, keepdims=True)
         inside = np.maximum(end - start, 0)
+        own = inside + of_messages
         yield (
             positions,
             _Durations(
-                plain=inside,
-                corrected=inside + is_comparable * (known + estimated),
-                longest=inside + known + estimated + possible,
+                # A peer that was not recorded may be why its stages waited: then no rank is slow for certain.
+                plain=own if is_complete else inside,
+                corrected=own + is_comparable * (known + estimated),
+                longest=own + known + estimated + possible,
                 is_uncertain=np.any(num_unknown + num_estimated > 0, axis=1),
                 is_message=np.isin(slices[:, 0], messages),
             ),
@@ -271,7 +277,7 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
         if row["kind"] == "send_recv":
             # The first stage of a pipeline is the last to end a step, by the schedule. All time of messages
             # counts as waits, whichever peer they are for, so that the rest of a step is a stage's own work.
-            waits[index] = _Wait(round(row["exposed_seconds"] * 1e9))
+            waits[index] = _Wait(messages=round(row["exposed_seconds"] * 1e9))
         elif is_complete or row["group_size"] == 1 or not row["exposed_seconds"]:
             waits[index] = wait
         else:
@@ -279,14 +285,23 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
         if is_complete and row["num_bytes"] is not None and row["transfer_seconds"] is not None:
             transfers[row["kind"], row["num_bytes"], row["group_size"]].append(row["transfer_seconds"])
     usual = {key: float(np.median(seconds)) for key, seconds in transfers.items()}
+    unknown: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, index in incomplete:
         exposed = round(row["exposed_seconds"] * 1e9)
         transfer = usual.get((row["kind"], row["num_bytes"], row["group_size"]))
         if transfer is None:
-            waits[index] = _Wait(possible=exposed, num_unknown=1)
+            unknown[row["rank"]].append((index, exposed))
         else:
             estimated = min(max(round((row["seconds"] - transfer) * 1e9), 0), exposed)
             waits[index] = _Wait(estimated=estimated, num_estimated=1)
+    step_ns = measure_step(trace) * 1e9
+    for rank, calls in unknown.items():
+        # All of them together may be too short to matter, such as those of a group of one rank, which gloo
+        # does not name.
+        limit = MIN_SHARE * step_ns * trace.activity.steps_by_rank[rank]
+        is_negligible = sum(exposed for _, exposed in calls) < limit
+        for index, exposed in calls:
+            waits[index] = _Wait() if is_negligible else _Wait(possible=exposed, num_unknown=1)
     return waits
 
 
