@@ -23,6 +23,7 @@ from trace_events import (
     operator,
     step,
     to_ns,
+    write_ranks,
 )
 
 import shardscope as ss
@@ -305,6 +306,29 @@ def test_a_group_of_one_rank_is_not_the_only_one_of_several(tmp_path: Path, has_
     axes = {to_ns(row["start_seconds"]): row["axis"] for row in rows}
     assert axes == ({5: "pp", 65: "", 85: ""} if has_shapes else {5: "pp", 65: ""})
     assert all(row["transfer_seconds"] is None for row in rows if not row["axis"])
+
+
+def test_what_one_rank_of_a_pipeline_calls_alone_is_along_no_axis(tmp_path: Path) -> None:
+    """Of ranks in two groups, as the first and last stage with embeddings, it counted as the pipeline's."""
+    groups = [
+        {"pg_name": "1", "pg_desc": "PIPELINE_MODEL_PARALLEL_GROUP", "pg_size": 3, "ranks": [0, 1, 2]},
+        {"pg_name": "2", "pg_desc": "EMBEDDING_GROUP", "pg_size": 2, "ranks": [0, 2]},
+    ]
+
+    def call(begin: int, name: str, *sizes: int) -> Events:
+        shape = {"Input Dims": [[size] for size in sizes], "Input type": ["float"] * len(sizes)}
+        end = begin + 20
+        return [operator(begin, end, name, **shape), annotation(begin, end, "gloo:all_reduce", 200, **shape)]
+
+    ranks: dict[int, Events] = {}
+    for rank in range(3):
+        ranks[rank] = call(100, "c10d::_reduce_scatter_base_", 500 + rank, 500 + rank)
+        info = {"backend": "gloo", "world_size": 3, "pg_config": groups if rank != 1 else groups[:1]}
+        ranks[rank] += call(0, "c10d::allreduce_", 64) if rank == 2 else []
+        write_ranks(tmp_path, {rank: ranks[rank]}, info=info | {"rank": rank})
+    plan = ss.Plan(PLAN.architecture, ss.Cluster.parse("3xcpu"), ss.Recipe(), ss.Layout.megatron(pp=3, tp=1))
+    rows = Trace.load(tmp_path).collectives(plan)
+    assert [(row["axis"], row["group_size"]) for row in rows] == [("", 1)] * 4
 
 
 @pytest.mark.parametrize("odd", ["absent", "stopped", "sizes"])

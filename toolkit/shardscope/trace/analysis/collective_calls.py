@@ -232,6 +232,14 @@ def _infer_groups(trace: Trace, calls: list[Call]) -> None:
     times = {key: _list_times(trace, by_rank) for key, by_rank in by_size.items()}
     index = np.array([call.index for call in calls], np.int64)
     requests = Requests(trace, index, [call.kind for call in calls])
+    # With all ranks recorded, what only one of them calls is in a group of one, such as Megatron's loss in
+    # the last stage.
+    if len(trace.ranks) == trace.world_size > 1 and not trace.cut_off:
+        for (kind, elements), by_rank in by_size.items():
+            if kind == "all_reduce" and len(by_rank) == 1 and elements >= 0:
+                ((rank, rank_calls),) = by_rank.items()
+                for call in rank_calls:
+                    call.group_ranks, call.group_size = (rank,), 1
     for key, by_rank in _split_by_request(requests, by_size, sizes):
         size = sizes.get(key)
         joined = times[key] if size is not None else _list_times(trace, by_rank)
