@@ -900,6 +900,29 @@ def test_short_calls_of_an_unknown_group_leave_ranks_comparable(tmp_path: Path, 
     assert "unknown" not in stragglers.text
 
 
+@pytest.mark.parametrize("slow", [None, 2])
+def test_a_slow_rank_of_a_ring_of_context_parallel_ranks_is_named(tmp_path: Path, slow: int | None) -> None:
+    """All ranks wait for it at the messages of the ring, and then reach the all-gather together."""
+    ranks: dict[int, Events] = {rank: [] for rank in range(4)}
+    clock = 0
+    for number in range(40):
+        for _ in range(3):
+            for rank, events in ranks.items():
+                work = 5_000 + 1_000 * (rank == slow) + 10 * ((rank + number) % 4)
+                events.append(kernel(clock, clock + work))
+                named = arguments("coalesced", 8, 4, "cp", **{"Process Group Description": "mesh_cp"})
+                end = clock + 6_100
+                events.append(kernel(clock + work, end, "ncclDevKernel_SendRecv", 20, **named))
+            clock += 6_100
+        for events in ranks.values():
+            events.append(all_reduce(clock, clock + 100, **arguments("allreduce", 8, 4, "world")))
+            events.append(step(number, clock - 3 * 6_100, clock + 100))
+        clock += 100
+    stragglers = load_ranks(tmp_path, ranks).stragglers()
+    late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]}
+    assert late == ({} if slow is None else {slow: pytest.approx(3_000, rel=0.05)})
+
+
 @thorough()
 def test_equal_ranks_of_a_mesh_are_rarely_named() -> None:
     """Each axis of the mesh shows the same random delays: they are no evidence of their own."""
