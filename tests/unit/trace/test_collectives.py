@@ -593,6 +593,15 @@ def test_a_slow_rank_is_named_with_what_it_costs(tmp_path: Path, num_calls: int)
     assert list(result.to_frame().columns) == ["rank", "late_seconds", "p_value", "is_straggler"]
 
 
+def test_of_many_stragglers_the_first_are_named(tmp_path: Path) -> None:
+    """Such as all ranks of a stage of a pipeline: the sentence had each with its figures."""
+    delays = np.zeros((60, 24), np.int64)
+    delays[:, :10] = 2_000
+    result = load_ranks(tmp_path, make_arrivals(delays)).stragglers()
+    assert sum(row["is_straggler"] for row in result) == 10
+    assert result.text.count("arrives") == 4 and result.text.endswith("), and 6 more ranks.")
+
+
 def test_a_significant_but_negligible_delay_is_not_a_straggler(tmp_path: Path) -> None:
     delays = np.zeros((200, 4), int)
     delays[:, 2] = 5  # always last, by 5 ns of 100,000

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
+from shardscope.core.number_format import format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.collectives import find_collectives, list_step_seconds, measure_step
 from shardscope.trace.table import Table
@@ -28,6 +29,8 @@ MIN_SHARE = 0.01
 NUM_PERMUTATIONS = 1999
 MIN_CALLS_OF_CERTAINTY = 30
 """With fewer calls, a delay that is likely by chance may still be a straggler's."""
+MAX_NAMED = 4
+"""Number of stragglers with figures in the sentence: a stage of a pipeline may have hundreds of ranks."""
 MAX_PERMUTED_CALLS = 500
 """With more calls, the sum of their delays is close to a normal distribution."""
 
@@ -403,9 +406,11 @@ def _describe_stragglers(
     if stragglers:
         parts = [
             f"{_describe_delay(row, step_seconds, has_steps)}, by chance: {format_chance(row['p_value'])})"
-            for row in stragglers
+            for row in stragglers[:MAX_NAMED]
         ]
-        return f"Stragglers: {', '.join(parts)}."
+        others = len(stragglers) - MAX_NAMED
+        more = f", and {format_count(others, 'more rank')}" if others > 0 else ""
+        return f"Stragglers: {', '.join(parts)}{more}."
     latest = latest_first[0]
     if latest["late_seconds"] <= MIN_SHARE * step_seconds:
         whole = "step" if has_steps else "recording"
