@@ -331,6 +331,29 @@ def test_what_one_rank_of_a_pipeline_calls_alone_is_along_no_axis(tmp_path: Path
     assert [(row["axis"], row["group_size"]) for row in rows] == [("", 1)] * 4
 
 
+def test_gloo_calls_of_one_size_that_begin_in_another_order_are_told_by_their_shape(tmp_path: Path) -> None:
+    """As of Megatron's gradient norm and flag of overflows, requested together and run by two threads."""
+    group = {"pg_name": "1", "pg_desc": "PIPELINE_MODEL_PARALLEL_GROUP", "pg_size": 2, "ranks": [0, 1]}
+    other = {"pg_name": "2", "pg_desc": "EMBEDDING_GROUP", "pg_size": 2, "ranks": [0, 1]}
+    ranks: dict[int, Events] = {}
+    for rank in (0, 1):
+        ranks[rank] = []
+        for number in range(10):
+            begin = 1_000 * number
+            for name, shape, start, end in (("norm", [], 10, 500), ("flag", [1], 12, 300)):
+                start = start + 4 * (name == "norm" and rank == number % 2)
+                args = {"Input Dims": [shape], "Input type": ["float"]}
+                ranks[rank].append(operator(begin, begin + 9, name))
+                ranks[rank].append(operator(begin + 2, begin + 8, "c10d::allreduce_"))
+                thread = 200 + len(shape)
+                ranks[rank].append(annotation(begin + start, begin + end, "gloo:all_reduce", thread, **args))
+    info = {"backend": "gloo", "pg_config": [group, other]}
+    rows = load_ranks(tmp_path, ranks, info=info).collectives()
+    skews = [to_ns(row["skew_seconds"]) for row in rows if row["skew_seconds"] is not None]
+    # The flags begin and end together, and one of the ranks begins each norm 4 ns later.
+    assert len(skews) == 40 and sorted(skews) == [0] * 30 + [4] * 10
+
+
 @pytest.mark.parametrize("odd", ["absent", "stopped", "sizes"])
 def test_a_rank_with_other_calls_leaves_the_others_in_their_group(tmp_path: Path, odd: str) -> None:
     """Of three ranks, one recorded no call, or fewer than the others; or each gathers another size."""
@@ -652,9 +675,11 @@ def make_slow_mesh(
     has_sizes: bool = True,
     seed: int | None = None,
     num_steps: int = 20,
+    num_buckets: int = 1,
 ) -> dict[int, Events]:
     """Return a 2 x 2 mesh in which one rank takes 1,000 ns more in each of four layers of a step.
 
+    At the end of a step, the calls of all buckets are in flight together.
     With more ranks, it is one of two such meshes: each rank ends a step in a group with one of the other.
     Without sizes, bytes of the calls are unknown. With a seed, all layers take random times.
     """
@@ -662,14 +687,16 @@ def make_slow_mesh(
     ranks: dict[int, Events] = {rank: [] for rank in range(4)}
     clock, begin = dict.fromkeys(range(4), 0), 0
 
-    def reduce(groups: list[tuple[int, int]], name: str) -> None:
+    def reduce(groups: list[tuple[int, int]], name: str, num_buckets: int = 1) -> None:
         for members in groups:
             end = max(clock[rank] for rank in members) + 100
             named = arguments("allreduce", 8, 2, name, **{"Process Group Ranks": str(list(members))})
             if not has_sizes:
                 del named["dtype"]
             for rank in members:
-                ranks[rank].append(all_reduce(clock[rank], end, **named))
+                ranks[rank] += [
+                    all_reduce(clock[rank], end, 20 + bucket, **named) for bucket in range(num_buckets)
+                ]
                 clock[rank] = end
 
     for number in range(num_steps):
@@ -681,7 +708,7 @@ def make_slow_mesh(
                 ranks[rank].append(kernel(clock[rank], clock[rank] + work))
                 clock[rank] += work
             reduce([(0, 1), (2, 3)], "1")
-        reduce([(0, 2), (1, 3)], "2")
+        reduce([(0, 2), (1, 3)], "2", num_buckets)
         for rank in ranks if has_more_ranks else ():
             named = arguments("allreduce", 8, 2, "3", **{"Process Group Ranks": str([rank, rank + 4])})
             ranks[rank].append(all_reduce(clock[rank], clock[rank] + 100, **named))
@@ -699,6 +726,13 @@ def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path, world_size: int)
     assert late[0] == 4_000
     # Rank 1 is late for rank 3 at the end of a step because it waited for rank 0 in each layer.
     assert max(late[1:]) < 100 and [row["is_straggler"] for row in stragglers] == [True, False, False, False]
+
+
+def test_waits_before_calls_in_flight_together_count_once(tmp_path: Path) -> None:
+    """Rank 1 waited for rank 0 before the two buckets, and rank 3 was as late as if it had done so twice."""
+    stragglers = load_ranks(tmp_path, make_slow_mesh(0, num_buckets=2)).stragglers()
+    assert [to_ns(row["late_seconds"]) for row in stragglers] == [4_000, 0, 0, 0]
+    assert [row["is_straggler"] for row in stragglers] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections import Counter, defaultdict
 from functools import cached_property
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, get_type_hints
 
 import numpy as np
@@ -29,6 +30,7 @@ MIN_SHARE = 0.01
 NUM_PERMUTATIONS = 1999
 MIN_CALLS_OF_CERTAINTY = 30
 """With fewer calls, a delay that is likely by chance may still be a straggler's."""
+_AFTER_ALL = 2**63
 MAX_NAMED = 4
 """Number of stragglers with figures in the sentence: a stage of a pipeline may have hundreds of ranks."""
 MAX_PERMUTED_CALLS = 500
@@ -210,8 +212,8 @@ class _Wait(NamedTuple):
     messages: int = 0
     """Time of sends and receives, which each rank's own file has."""
 
-    def plus(self, other: _Wait, sign: int = 1) -> _Wait:
-        return _Wait(*(one + sign * two for one, two in zip(self, other, strict=True)))
+    def plus(self, other: _Wait) -> _Wait:
+        return _Wait(*map(add, self, other))
 
 
 def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple[Ints, _Durations]]:
@@ -236,7 +238,7 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         if len(of_ranks) > 1:
             by_group[tuple(sorted(of_ranks))].append(of_ranks)
     is_complete = trace.world_size <= len(trace.ranks)
-    waited = _sum_waits_before(trace, by_group, _list_waits(trace, collectives))
+    waited = _sum_waits(trace, _list_waits(trace, collectives))
     for group, calls in by_group.items():
         slices = np.array([[of_ranks[rank] for rank in group] for of_ranks in calls])
         # One order for all ranks, by the first one's clock: they are compared in the same part of each call.
@@ -244,7 +246,11 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
         start[1:] = np.maximum(start[1:], np.maximum.accumulate(end, axis=0)[:-1])
         positions = np.array([trace.ranks.index(rank) for rank in group])
-        before = np.array([[waited[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
+        # Since the previous call of the group: waits before calls in flight together count once, too.
+        totals = np.array([[waited[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
+        before, at_end = totals[:, :, 0], totals[:, :, 1]
+        before[1:] -= np.maximum.accumulate(at_end, axis=0)[:-1]
+        before = np.maximum(before, 0)
         known, estimated, possible, num_unknown, num_estimated, of_messages = np.moveaxis(before, -1, 0)
         is_comparable = num_unknown.min(axis=1, keepdims=True) == num_unknown.max(axis=1, keepdims=True)
         inside = np.maximum(end - start, 0)
@@ -308,31 +314,24 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
     return waits
 
 
-def _sum_waits_before(
-    trace: Trace, by_group: Mapping[tuple[int, ...], list[dict[int, int]]], waits: Mapping[int, _Wait]
-) -> dict[int, _Wait]:
-    """Return for how long each call's rank waited in other groups since its previous call in this group."""
-    groups = {
-        index: group for group, calls in by_group.items() for of_ranks in calls for index in of_ranks.values()
-    }
+def _sum_waits(trace: Trace, waits: Mapping[int, _Wait]) -> dict[int, tuple[_Wait, _Wait]]:
+    """Return for how long each call's rank had waited in all calls that had ended, at its start and end."""
     of_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index in waits:
         of_rank[trace.tracks[trace.track_index[index]].rank].append((int(trace.start_ns[index]), index))
-    waited: dict[int, _Wait] = {}
+    starts: dict[int, _Wait] = {}
+    ends: dict[int, _Wait] = {}
     for rank_calls in of_rank.values():
         total = _Wait()
-        after = dict.fromkeys(by_group, total)
         in_flight: list[tuple[int, int]] = []
-        for start, index in sorted(rank_calls):
+        for start, index in [*sorted(rank_calls), (_AFTER_ALL, -1)]:
             while in_flight and in_flight[0][0] <= start:
                 _, ended = heapq.heappop(in_flight)
-                total = total.plus(waits[ended])
-                if ended in groups:
-                    after[groups[ended]] = total
-            heapq.heappush(in_flight, (int(trace.activity.end_ns[index]), index))
-            if index in groups:
-                waited[index] = total.plus(after[groups[index]], sign=-1)
-    return waited
+                ends[ended] = total = total.plus(waits[ended])
+            if index >= 0:
+                heapq.heappush(in_flight, (int(trace.activity.end_ns[index]), index))
+                starts[index] = total
+    return {index: (starts[index], ends[index]) for index in waits}
 
 
 def _compute_delays(durations: Ints, own: Ints | None = None) -> Floats:
