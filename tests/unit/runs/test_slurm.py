@@ -100,7 +100,7 @@ def test_invalid_fields_raise(fields: dict[str, Any], field: str) -> None:
         ({"time": timedelta(days=1)}, "1440"),
         ({"time": 90.5}, "91"),
         ({"time": "soon"}, "'1:00:00'"),
-        ({"partition": "a100,h100"}, "'a100'"),
+        ({"partition": ["a100", "h100"]}, "'a100'"),
         ({"account": ""}, "'main'"),
         ({"extra": {"--cpus-per-task": 4}}, "'cpus-per-task'"),
         ({"extra": {"--mem=4G": True}}, "'mem'"),
@@ -141,7 +141,10 @@ def test_valid_fields_survive_pickling() -> None:
 
 @pytest.mark.parametrize(
     ("text", "minutes"),
-    [(5, 5), ("90", 90), ("30:30", 31), ("2:00:00", 120), ("1-12", 2160), ("1-00:30", 1470), ("0:0:1", 1)],
+    [
+        *((5, 5), ("90", 90), ("30:30", 31), ("2:00:00", 120), ("1-12", 2160), ("1-00:30", 1470)),
+        *(("0:0:1", 1), ("UNLIMITED", 0), ("infinite", 0)),
+    ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(text: int | str, minutes: int) -> None:
     assert parse_minutes(text) == minutes
@@ -265,6 +268,53 @@ def test_fields_of_the_target_are_used_before_sbatch_variables(
     for option in ("account=chemistry", "qos=low", "time=5", "reservation=exam", "mem-per-cpu=2G"):
         assert f"#SBATCH --{option}\n" in script
     assert "--mem=" not in script and "physics" not in script
+
+
+TWO_PARTITIONS = """
+case $2 in
+partition) echo PartitionName=small MaxTime=30:00 State=UP
+    echo PartitionName=big Default=YES MaxTime=1:00:00 State=UP
+    echo PartitionName=long DefaultTime=2:00:00 MaxTime=UNLIMITED State=UP ;;
+node) for name in n1 n2 n3; do
+    small=$([ $name = n1 ] && echo small,)
+    echo NodeName=$name NodeAddr=127.0.0.1 NodeHostName=$name CPUTot=4 State=IDLE Partitions=${small}big,long
+done ;;
+esac
+"""
+
+
+def test_a_list_of_partitions_and_no_time_limit_are_taken_as_by_sbatch(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both were refused. Of the list, ``small`` has one node, and the plan needs two."""
+    write_command(commands, "scontrol", TWO_PARTITIONS)
+    monkeypatch.setitem(SBATCH_VARIABLES, "SBATCH_PARTITION", "small,long,big")
+    monkeypatch.setitem(SBATCH_VARIABLES, "SBATCH_TIMELIMIT", "UNLIMITED")
+    script, description = submit_with_variables(monkeypatch, commands, ss.Slurm(), tmp_path / "runs")
+    assert "#SBATCH --partition=long,big\n" in script and "#SBATCH --time=0\n" in script
+    assert description["on"]["fields"]["partition"] == "small,long,big"
+    # Without a time limit, the shortest of the partitions' defaults: one would refuse a longer job.
+    monkeypatch.delenv("SBATCH_TIMELIMIT")
+    monkeypatch.delitem(SBATCH_VARIABLES, "SBATCH_TIMELIMIT")
+    script, _ = submit_with_variables(monkeypatch, commands, ss.Slurm(), tmp_path / "more")
+    assert "#SBATCH --time=60\n" in script
+    with pytest.raises(FieldError, match=r"num_nodes is 2.*partition small"):
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(partition="small"), force=True)
+    with pytest.raises(FieldError, match=r"Slurm\.partition is 'bog'.*'big'"):
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(partition="long,bog"), force=True)
+
+
+def test_several_clusters_are_refused(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's id would mean another one there, which a stop of the run would cancel."""
+    monkeypatch.setenv("SLURM_CLUSTERS", "cpu,gpu")
+    with pytest.raises(FieldError, match=r"SLURM_CLUSTERS is 'cpu,gpu'.*one cluster"):
+        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), force=True)
+
+
+def test_the_users_cluster_and_token_are_passed_on() -> None:
+    """Sites with tokens refused the job, and one for another cluster was submitted to this one."""
+    environment = {"SLURM_JWT": "daemon", "SLURM_CLUSTERS": "gpu", "SLURM_JOB_ID": "3"}
+    assert clean_environment(environment) == {"SLURM_JWT": "daemon", "SLURM_CLUSTERS": "gpu"}
 
 
 def test_a_wrong_sbatch_variable_is_named(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -831,10 +881,11 @@ def test_inventory_of_a_partition(
 
 def test_inventory_reads_the_partition_of_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """An SBATCH_TIMELIMIT that only sbatch understands was refused here, too."""
-    monkeypatch.setenv("SBATCH_PARTITION", "debug")
+    monkeypatch.setenv("SBATCH_PARTITION", "debug,main")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "UNLIMITED")
     members = (Node("n0", "", "", 64, (("h200", 8),), 2**39),)
-    monkeypatch.setattr(slurm_submission, "read_partition", lambda name: Partition(name, 0, members))
+    of_name = {"debug": Partition("debug", 0, members)}
+    monkeypatch.setattr(slurm_submission, "read_partition", of_name.__getitem__)
     assert ss.Slurm.inventory().gpus_per_node == 8
 
 

@@ -23,6 +23,7 @@ from trace_events import (
     operator,
     step,
     to_ns,
+    write_ranks,
 )
 
 import shardscope as ss
@@ -307,6 +308,52 @@ def test_a_group_of_one_rank_is_not_the_only_one_of_several(tmp_path: Path, has_
     assert all(row["transfer_seconds"] is None for row in rows if not row["axis"])
 
 
+def test_what_one_rank_of_a_pipeline_calls_alone_is_along_no_axis(tmp_path: Path) -> None:
+    """Of ranks in two groups, as the first and last stage with embeddings, it counted as the pipeline's."""
+    groups = [
+        {"pg_name": "1", "pg_desc": "PIPELINE_MODEL_PARALLEL_GROUP", "pg_size": 3, "ranks": [0, 1, 2]},
+        {"pg_name": "2", "pg_desc": "EMBEDDING_GROUP", "pg_size": 2, "ranks": [0, 2]},
+    ]
+
+    def call(begin: int, name: str, *sizes: int) -> Events:
+        shape = {"Input Dims": [[size] for size in sizes], "Input type": ["float"] * len(sizes)}
+        end = begin + 20
+        return [operator(begin, end, name, **shape), annotation(begin, end, "gloo:all_reduce", 200, **shape)]
+
+    ranks: dict[int, Events] = {}
+    for rank in range(3):
+        ranks[rank] = call(100, "c10d::_reduce_scatter_base_", 500 + rank, 500 + rank)
+        info = {"backend": "gloo", "world_size": 3, "pg_config": groups if rank != 1 else groups[:1]}
+        ranks[rank] += call(0, "c10d::allreduce_", 64) if rank == 2 else []
+        write_ranks(tmp_path, {rank: ranks[rank]}, info=info | {"rank": rank})
+    plan = ss.Plan(PLAN.architecture, ss.Cluster.parse("3xcpu"), ss.Recipe(), ss.Layout.megatron(pp=3, tp=1))
+    rows = Trace.load(tmp_path).collectives(plan)
+    assert [(row["axis"], row["group_size"]) for row in rows] == [("", 1)] * 4
+
+
+def test_gloo_calls_of_one_size_that_begin_in_another_order_are_told_by_their_shape(tmp_path: Path) -> None:
+    """As of Megatron's gradient norm and flag of overflows, requested together and run by two threads."""
+    group = {"pg_name": "1", "pg_desc": "PIPELINE_MODEL_PARALLEL_GROUP", "pg_size": 2, "ranks": [0, 1]}
+    other = {"pg_name": "2", "pg_desc": "EMBEDDING_GROUP", "pg_size": 2, "ranks": [0, 1]}
+    ranks: dict[int, Events] = {}
+    for rank in (0, 1):
+        ranks[rank] = []
+        for number in range(10):
+            begin = 1_000 * number
+            for name, shape, start, end in (("norm", [], 10, 500), ("flag", [1], 12, 300)):
+                start = start + 4 * (name == "norm" and rank == number % 2)
+                args = {"Input Dims": [shape], "Input type": ["float"]}
+                ranks[rank].append(operator(begin, begin + 9, name))
+                ranks[rank].append(operator(begin + 2, begin + 8, "c10d::allreduce_"))
+                thread = 200 + len(shape)
+                ranks[rank].append(annotation(begin + start, begin + end, "gloo:all_reduce", thread, **args))
+    info = {"backend": "gloo", "pg_config": [group, other]}
+    rows = load_ranks(tmp_path, ranks, info=info).collectives()
+    skews = [to_ns(row["skew_seconds"]) for row in rows if row["skew_seconds"] is not None]
+    # The flags begin and end together, and one of the ranks begins each norm 4 ns later.
+    assert len(skews) == 40 and sorted(skews) == [0] * 30 + [4] * 10
+
+
 @pytest.mark.parametrize("odd", ["absent", "stopped", "sizes"])
 def test_a_rank_with_other_calls_leaves_the_others_in_their_group(tmp_path: Path, odd: str) -> None:
     """Of three ranks, one recorded no call, or fewer than the others; or each gathers another size."""
@@ -569,6 +616,15 @@ def test_a_slow_rank_is_named_with_what_it_costs(tmp_path: Path, num_calls: int)
     assert list(result.to_frame().columns) == ["rank", "late_seconds", "p_value", "is_straggler"]
 
 
+def test_of_many_stragglers_the_first_are_named(tmp_path: Path) -> None:
+    """Such as all ranks of a stage of a pipeline: the sentence had each with its figures."""
+    delays = np.zeros((60, 24), np.int64)
+    delays[:, :10] = 2_000
+    result = load_ranks(tmp_path, make_arrivals(delays)).stragglers()
+    assert sum(row["is_straggler"] for row in result) == 10
+    assert result.text.count("arrives") == 4 and result.text.endswith("), and 6 more ranks.")
+
+
 def test_a_significant_but_negligible_delay_is_not_a_straggler(tmp_path: Path) -> None:
     delays = np.zeros((200, 4), int)
     delays[:, 2] = 5  # always last, by 5 ns of 100,000
@@ -619,9 +675,11 @@ def make_slow_mesh(
     has_sizes: bool = True,
     seed: int | None = None,
     num_steps: int = 20,
+    num_buckets: int = 1,
 ) -> dict[int, Events]:
     """Return a 2 x 2 mesh in which one rank takes 1,000 ns more in each of four layers of a step.
 
+    At the end of a step, the calls of all buckets are in flight together.
     With more ranks, it is one of two such meshes: each rank ends a step in a group with one of the other.
     Without sizes, bytes of the calls are unknown. With a seed, all layers take random times.
     """
@@ -629,14 +687,16 @@ def make_slow_mesh(
     ranks: dict[int, Events] = {rank: [] for rank in range(4)}
     clock, begin = dict.fromkeys(range(4), 0), 0
 
-    def reduce(groups: list[tuple[int, int]], name: str) -> None:
+    def reduce(groups: list[tuple[int, int]], name: str, num_buckets: int = 1) -> None:
         for members in groups:
             end = max(clock[rank] for rank in members) + 100
             named = arguments("allreduce", 8, 2, name, **{"Process Group Ranks": str(list(members))})
             if not has_sizes:
                 del named["dtype"]
             for rank in members:
-                ranks[rank].append(all_reduce(clock[rank], end, **named))
+                ranks[rank] += [
+                    all_reduce(clock[rank], end, 20 + bucket, **named) for bucket in range(num_buckets)
+                ]
                 clock[rank] = end
 
     for number in range(num_steps):
@@ -648,7 +708,7 @@ def make_slow_mesh(
                 ranks[rank].append(kernel(clock[rank], clock[rank] + work))
                 clock[rank] += work
             reduce([(0, 1), (2, 3)], "1")
-        reduce([(0, 2), (1, 3)], "2")
+        reduce([(0, 2), (1, 3)], "2", num_buckets)
         for rank in ranks if has_more_ranks else ():
             named = arguments("allreduce", 8, 2, "3", **{"Process Group Ranks": str([rank, rank + 4])})
             ranks[rank].append(all_reduce(clock[rank], clock[rank] + 100, **named))
@@ -666,6 +726,13 @@ def test_a_delay_that_two_axes_show_counts_once(tmp_path: Path, world_size: int)
     assert late[0] == 4_000
     # Rank 1 is late for rank 3 at the end of a step because it waited for rank 0 in each layer.
     assert max(late[1:]) < 100 and [row["is_straggler"] for row in stragglers] == [True, False, False, False]
+
+
+def test_waits_before_calls_in_flight_together_count_once(tmp_path: Path) -> None:
+    """Rank 1 waited for rank 0 before the two buckets, and rank 3 was as late as if it had done so twice."""
+    stragglers = load_ranks(tmp_path, make_slow_mesh(0, num_buckets=2)).stragglers()
+    assert [to_ns(row["late_seconds"]) for row in stragglers] == [4_000, 0, 0, 0]
+    assert [row["is_straggler"] for row in stragglers] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -766,6 +833,137 @@ def test_the_delay_of_a_rank_in_a_pipeline_is_not_what_stages_wait_for_each_othe
     assert {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]} == {
         0: 4 * 800
     }
+
+
+def make_scheduled_pipeline(
+    num_stages: int,
+    replicas: int = 1,
+    slow: int | None = None,
+    missing: int | None = None,
+    *,
+    has_loss: bool = False,
+) -> dict[int, Events]:
+    """Return 12 steps of four micro-batches in the 1F1B schedule, with messages in a group of all stages.
+
+    With a loss, the last stage has a short call of an unknown group after each forward.
+
+    A slow rank takes 2,000 ns more in each of the eight forwards and backwards of a step. At the end of it
+    replicas reduce their gradients, and all ranks the gradient norm. All work takes random times.
+    """
+    random = np.random.default_rng(0)
+    everyone = range(num_stages * replicas)
+    ranks: dict[int, Events] = {rank: [] for rank in everyone}
+    clock = dict.fromkeys(everyone, 0)
+
+    def call(rank: int, end: int, kind: str, group: list[int]) -> None:
+        named = arguments(kind, 8, len(group), str(group), **{"Process Group Ranks": str(group)})
+        name = "ncclDevKernel_AllReduce_Sum" if kind == "allreduce" else "ncclDevKernel_SendRecv"
+        ranks[rank].append(kernel(clock[rank], end, name, 20, **named))
+        clock[rank] = end
+
+    def reduce(group: list[int]) -> None:
+        end = max(clock[rank] for rank in group) + 50
+        for rank in group:
+            call(rank, end, "allreduce", group)
+
+    def list_work(stage: int) -> list[tuple[int, int]]:
+        """Return the direction (forward: 1) and micro-batch of a stage's work in its order."""
+        warm = min(num_stages - stage - 1, 4)
+        steady = [work for batch in range(4 - warm) for work in ((1, warm + batch), (-1, batch))]
+        return [*((1, batch) for batch in range(warm)), *steady, *((-1, 4 - warm + b) for b in range(warm))]
+
+    for number in range(12):
+        begin = dict(clock)
+        left = {stage: list_work(stage) for stage in range(num_stages)}
+        sent: dict[tuple[int, int, int, int], int] = {}
+        while any(left.values()):
+            for stage, works in left.items():
+                direction, batch = works[0] if works else (0, 0)
+                before, after = stage - direction, stage + direction
+                if not works or (0 <= before < num_stages and (direction, batch, before, 0) not in sent):
+                    continue
+                works.pop(0)
+                for replica in range(replicas):
+                    rank = stage * replicas + replica
+                    stages = [replica + replicas * one for one in range(num_stages)]
+                    if 0 <= before < num_stages:
+                        ready = max(clock[rank], sent[direction, batch, before, replica])
+                        call(rank, ready + 30, "recv", stages)
+                    work = 4_000 * (1 if direction == 1 else 2) + 2_000 * (rank == slow)
+                    end = clock[rank] + work + int(random.integers(0, 200))
+                    ranks[rank].append(kernel(clock[rank], end))
+                    if has_loss and direction == 1 and after == num_stages:
+                        ranks[rank].append(all_reduce(end, end + 10))
+                        end += 10
+                    sent[direction, batch, stage, replica] = clock[rank] = end
+                    if 0 <= after < num_stages:
+                        call(rank, end + 30, "send", stages)
+        for stage in range(num_stages) if replicas > 1 else ():
+            reduce([stage * replicas + replica for replica in range(replicas)])
+        reduce(list(everyone))
+        for rank in everyone:
+            ranks[rank].append(step(number, begin[rank], clock[rank]))
+    return {rank: events for rank, events in ranks.items() if rank != missing}
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "replicas", "missing"), [(4, 1, None), (4, 2, None), (4, 1, 2), (2, 2, 0), (2, 2, 3)]
+)
+def test_the_schedule_of_a_pipeline_makes_no_stage_a_straggler(
+    tmp_path: Path, num_stages: int, replicas: int, missing: int | None
+) -> None:
+    """The first stage ends each step last, and waited for messages before, as for those of a lost rank."""
+    ranks = make_scheduled_pipeline(num_stages, replicas, missing=missing)
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": num_stages * replicas}).stragglers()
+    assert not any(row["is_straggler"] for row in stragglers)
+    if missing is None:
+        assert stragglers.text.startswith("Stragglers: none.")
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "replicas", "slow", "missing"),
+    [(4, 1, 0, None), (4, 1, 2, None), (4, 2, 1, None), (4, 2, 7, 6), (2, 2, 0, 2), (2, 2, 1, 3)],
+)
+def test_the_slow_rank_of_a_pipeline_is_named_with_what_its_work_takes(
+    tmp_path: Path, num_stages: int, replicas: int, slow: int, missing: int | None
+) -> None:
+    """Its own stage, or the other ranks of its replica, which wait for its messages, were named instead."""
+    ranks = make_scheduled_pipeline(num_stages, replicas, slow, missing)
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": num_stages * replicas}).stragglers()
+    late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]}
+    assert late == {slow: pytest.approx(8 * 2_000, rel=0.06)}
+
+
+@pytest.mark.parametrize("slow", [None, 1])
+def test_short_calls_of_an_unknown_group_leave_ranks_comparable(tmp_path: Path, slow: int | None) -> None:
+    """Such as those of Megatron's loss in a tensor-parallel group of one rank, which gloo does not name."""
+    ranks = make_scheduled_pipeline(2, 2, slow, has_loss=True)
+    stragglers = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in stragglers if row["is_straggler"]] == ([] if slow is None else [slow])
+    assert "unknown" not in stragglers.text
+
+
+@pytest.mark.parametrize("slow", [None, 2])
+def test_a_slow_rank_of_a_ring_of_context_parallel_ranks_is_named(tmp_path: Path, slow: int | None) -> None:
+    """All ranks wait for it at the messages of the ring, and then reach the all-gather together."""
+    ranks: dict[int, Events] = {rank: [] for rank in range(4)}
+    clock = 0
+    for number in range(40):
+        for _ in range(3):
+            for rank, events in ranks.items():
+                work = 5_000 + 1_000 * (rank == slow) + 10 * ((rank + number) % 4)
+                events.append(kernel(clock, clock + work))
+                named = arguments("coalesced", 8, 4, "cp", **{"Process Group Description": "mesh_cp"})
+                end = clock + 6_100
+                events.append(kernel(clock + work, end, "ncclDevKernel_SendRecv", 20, **named))
+            clock += 6_100
+        for events in ranks.values():
+            events.append(all_reduce(clock, clock + 100, **arguments("allreduce", 8, 4, "world")))
+            events.append(step(number, clock - 3 * 6_100, clock + 100))
+        clock += 100
+    stragglers = load_ranks(tmp_path, ranks).stragglers()
+    late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]}
+    assert late == ({} if slow is None else {slow: pytest.approx(3_000, rel=0.05)})
 
 
 @thorough()

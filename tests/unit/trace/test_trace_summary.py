@@ -369,6 +369,16 @@ def test_data_loading_and_copies_have_sentences(tmp_path: Path) -> None:
     assert "None of the time of matmuls, convolutions and attention is on tensor cores" in text
 
 
+def test_idle_time_of_one_rank_has_the_range_of_ranks(tmp_path: Path) -> None:
+    """The mean alone, 30 %, was that of no rank: one waited for its data, and the other did not."""
+    ranks: dict[int, Events] = {}
+    for rank in range(2):
+        ranks[rank] = [step(0, 0, 1000), kernel(600 * rank, 1000)]
+        ranks[rank] += [annotation(0, 600, "enumerate(DataLoader)#next")] if rank else []
+    text = str(load(tmp_path, ranks).summary())
+    assert "The GPU idles 300 µs (30 %) of a step (mean of 2 ranks, 0 s to 600 µs) because the data" in text
+
+
 def test_kernels_that_copy_are_compute_and_copy_engines_are_not(tmp_path: Path) -> None:
     events = [
         step(0, 0, 1000),

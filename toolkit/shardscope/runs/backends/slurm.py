@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]*")
+NAMES = re.compile(rf"{NAME.pattern}(?:,{NAME.pattern})*")
 CONSTRAINT = re.compile(r"[A-Za-z0-9_.&|,*()\[\]:-]+")
 OPTION = re.compile(r"[a-z][a-z_-]*")
 TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,5})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 """Slurm's spelling (sbatch(1), --time): minutes, minutes:seconds, hours:minutes:seconds, days-hours..."""
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([mhd])[a-z]*", re.IGNORECASE)
 """Not Slurm's spelling, but a usual one: "90 min", "2h"."""
+NO_LIMIT = frozenset({"UNLIMITED", "INFINITE"})
+"""Slurm's words for no time limit (slurm 22.05, src/common/parse_time.c, time_str2secs)."""
 MAX_MINUTES = 525_600
 SIGNAL = re.compile(r"USR2@(\d{1,5})")
 """The signal before the time limit; only its time is the user's choice."""
@@ -73,14 +76,15 @@ class Slurm:
     """
 
     partition: str | None = None
-    """Partition; None: SBATCH_PARTITION of the environment, or the cluster's default."""
+    """Partition, or several separated by commas: the job runs in the first of them that has room. None:
+    SBATCH_PARTITION of the environment, or the cluster's default."""
     account: str | None = None
     """Account that is charged; None: SBATCH_ACCOUNT of the environment, or your default account."""
     qos: str | None = None
     """Quality of service; None: SBATCH_QOS of the environment, or Slurm's default."""
     time: int | str | None = None
-    """Time limit in minutes, or as Slurm writes it ("2:00:00", "1-12"); None: SBATCH_TIMELIMIT of the
-    environment, or the partition's default."""
+    """Time limit in minutes, or as Slurm writes it ("2:00:00", "1-12", "UNLIMITED"); None: SBATCH_TIMELIMIT
+    of the environment, or the partition's default."""
     constraint: str | None = None
     """Node features, as sbatch's ``--constraint`` takes them; None: SBATCH_CONSTRAINT of the environment."""
     setup: Sequence[str] = ()
@@ -91,7 +95,9 @@ class Slurm:
     """Any other options of sbatch by name, such as ``{"mem": "64G", "exclusive": True}``."""
 
     def __post_init__(self) -> None:
-        for name in ("partition", "account", "qos"):
+        names = "one name without blanks, several with commas between them, or None"
+        _check_text("partition", self.partition, NAMES, names, "main")
+        for name in ("account", "qos"):
             _check_text(name, getattr(self, name), NAME, "one name without blanks, or None", "main")
         _check_text("constraint", self.constraint, CONSTRAINT, "node features, or None", "a100")
         if self.time is not None:
@@ -113,7 +119,8 @@ class Slurm:
     def inventory(
         partition: str | None = None, gpu: str | None = None, *, only_idle: bool = False
     ) -> Cluster:
-        """Return a partition (None: SBATCH_PARTITION, or the default one) as a cluster of its nodes.
+        """Return a partition (None: SBATCH_PARTITION, the first of several, or the default one) as a cluster
+        of its nodes.
 
         Of nodes with different GPUs only those with the most frequent type and number count. ``gpu`` is the
         catalogue's name of the GPU type, needed where Slurm's name of it is ambiguous: "a100"
@@ -210,12 +217,14 @@ def _refuse_target(value: object) -> NoReturn:
 
 
 def parse_minutes(value: object) -> int:
-    """Return a time limit in minutes, rounded up. Raises ``ValueError``."""
-    allowed = 'minutes from 1 on, or text as "2:00:00" or "1-12"'
+    """Return a time limit in minutes, rounded up; 0: no limit. Raises ``ValueError``."""
+    allowed = 'minutes from 1 on, or text as "2:00:00", "1-12" or "UNLIMITED"'
     if is_int(value):
         if value < 1:
             refuse("Slurm.time", value, allowed, Value(60))
         return value
+    if isinstance(value, str) and value.upper() in NO_LIMIT:
+        return 0
     match = TIME.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         refuse("Slurm.time", value, allowed, Value(_guess_time(value)))
@@ -244,7 +253,7 @@ def _guess_time(value: object) -> int | str:
 
 def _check_text(name: str, value: object, form: re.Pattern[str], allowed: str, example: str) -> None:
     if value is not None and (not isinstance(value, str) or not form.fullmatch(value)):
-        # The first of several: "a100,h100", ["a100"].
+        # The first of several: ["a100"].
         first = form.search(str(value))
         refuse(f"Slurm.{name}", value, allowed, Value(first[0] if first else example))
 

@@ -92,9 +92,10 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment`` without the variables of an allocation in which the kernel may run.
 
     srun and sbatch take them for options: a job would get the task count of that allocation. Options of the
-    user's own, such as SBATCH_ACCOUNT, are in the job script: ``slurm.read_environment``.
+    user's own, such as SBATCH_ACCOUNT, are in the job script: ``slurm.read_environment``. Which cluster is
+    asked, and the token with which, is the user's choice, too (sbatch(1), scontrol(1)).
     """
-    ours = ("SLURM_CONF", "SLURM_CONF_SERVER")
+    ours = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
     return {
         name: value
         for name, value in environment.items()

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,9 +81,9 @@ class Partition(NamedTuple):
 def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) -> Partition:
     """Check all that is known before a job is submitted. Return the partition.
 
-    Raises ``ImportError`` without submitit, ``ValueError`` if the partition does not exist, has not what the
-    plan needs, or its nodes cannot see ``parent`` (not with ``force``), and ``SlurmError`` if Slurm cannot
-    be asked.
+    Of several partitions, those that have what the plan needs are returned as one. Raises ``ImportError``
+    without submitit, ``ValueError`` if a partition does not exist, none has what the plan needs, or its nodes
+    cannot see ``parent`` (not with ``force``), and ``SlurmError`` if Slurm cannot be asked.
     """
     if importlib.util.find_spec("submitit") is None:
         raise ImportError('Launching on Slurm needs submitit: pip install "shardscope[slurm]".')
@@ -95,11 +95,37 @@ def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) ->
                 f"None (this machine): {command} is not on PATH, so no job can be submitted from here",
                 "start the notebook on a login node of the cluster",
             )
-    partition = read_partition(target.partition)
-    check_nodes(plan, partition.pool)
+    clusters = os.environ.get("SLURM_CLUSTERS", "")
+    if "," in clusters or clusters == "all":
+        # The id of the job would mean one of each cluster.
+        refuse(
+            "the environment variable SLURM_CLUSTERS", clusters, "one cluster", "export SLURM_CLUSTERS=<name>"
+        )
+    names = [None] if target.partition is None else list(dict.fromkeys(target.partition.split(",")))
+    possible: list[Partition] = []
+    problems: list[ValueError] = []
+    for partition in map(read_partition, names):
+        # sbatch takes a list of which some have too few nodes, and refuses a type of GPU that one has not.
+        try:
+            check_nodes(plan, partition.pool)
+        except ValueError as problem:
+            problems.append(problem)
+        else:
+            possible.append(partition)
+    if not possible:
+        raise problems[0]
+    joined = _join_partitions(possible)
     if not force:
-        check_folder(parent, partition.pool)
-    return partition
+        check_folder(parent, joined.pool)
+    return joined
+
+
+def _join_partitions(partitions: Sequence[Partition]) -> Partition:
+    """Return several partitions as one, whose job Slurm starts in the first that has room."""
+    nodes = {node.name: node for partition in partitions for node in partition.nodes}
+    # The shortest limit, so that none refuses the job; 0 is none.
+    minutes = min((one.default_minutes for one in partitions if one.default_minutes), default=0)
+    return Partition(",".join(one.name for one in partitions), minutes, tuple(nodes.values()))
 
 
 def read_partition(name: str | None) -> Partition:
@@ -159,6 +185,8 @@ def read_inventory(partition_name: str | None, gpu_name: str | None, *, only_idl
         # Without the other variables: a wrong one is no reason to list no nodes.
         variable = "SBATCH_PARTITION"
         partition_name = read_environment(Slurm(), {variable: os.environ.get(variable, "")}).partition
+        # Of several, the first: a job has nodes of one.
+        partition_name = partition_name and partition_name.partition(",")[0]
     partition = read_partition(partition_name)
     if not partition.nodes:
         refuse("Slurm.partition", partition.name, "a partition with nodes", "another partition")

@@ -60,6 +60,8 @@ class Call:
     group_ranks: tuple[int, ...] | None = None
     group_size: int = 0
     elements: int = -1
+    shape: tuple[int, ...] | None = None
+    """Shape of the vector on a CPU rank; None if not recorded."""
     num_bytes: int | None = None
     shard_bytes: int | None = None
     """Bytes of one rank's input of an all-gather, if only that is recorded."""
@@ -213,6 +215,7 @@ def _set_bytes(call: Call, args: CollectiveArgs, dims: ShapeArgs | None) -> None
     width = find_element_bytes(types[0]) if types else None
     if shape is None or width is None:
         return
+    call.shape = tuple(shape)
     call.elements = int(np.prod(shape, dtype=object))
     # The annotation has the shape of the input, which is one rank's shard in an all-gather.
     if call.kind != "all_gather":
@@ -232,6 +235,14 @@ def _infer_groups(trace: Trace, calls: list[Call]) -> None:
     times = {key: _list_times(trace, by_rank) for key, by_rank in by_size.items()}
     index = np.array([call.index for call in calls], np.int64)
     requests = Requests(trace, index, [call.kind for call in calls])
+    # With all ranks recorded, what only one of them calls is in a group of one, such as Megatron's loss in
+    # the last stage.
+    if len(trace.ranks) == trace.world_size > 1 and not trace.cut_off:
+        for (kind, elements), of_size in by_size.items():
+            if kind == "all_reduce" and len(of_size) == 1 and elements >= 0:
+                ((rank, rank_calls),) = of_size.items()
+                for call in rank_calls:
+                    call.group_ranks, call.group_size = (rank,), 1
     for key, by_rank in _split_by_request(requests, by_size, sizes):
         size = sizes.get(key)
         joined = times[key] if size is not None else _list_times(trace, by_rank)
@@ -265,20 +276,30 @@ def _split_by_request(
 ) -> Iterator[tuple[tuple[str, int], Mapping[int, list[Call]]]]:
     """Yield calls that are in groups of one kind, such as all tensor-parallel ones, with kind and elements.
 
-    Calls of one size whose group has an unknown number of ranks are divided by their requests: without
-    recorded shapes, activations and gradients have the same kind and "size". If the requests of a rank are
-    unknown, as of one whose file lost a few events, its calls would be apart from those of the others.
+    Calls of one size whose group has an unknown number of ranks are divided by their shapes and requests:
+    without recorded shapes, activations and gradients have the same kind and "size". If the requests of a
+    rank are unknown, as of one whose file lost a few events, its calls would be apart from those of the
+    others.
     """
-    for key, by_rank in by_size.items():
-        by_request: dict[str, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
-        for rank, rank_calls in by_rank.items():
-            for call in rank_calls:
-                by_request[requests.get_name(call.index)][rank].append(call)
-        if key in sizes or "" in by_request:
-            yield key, by_rank
-            continue
-        for part in by_request.values():
-            yield key, part
+    for key, of_size in by_size.items():
+        by_shape: dict[object, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+        for call in (call for rank_calls in of_size.values() for call in rank_calls):
+            by_shape[call.shape if key not in sizes else None][call.rank].append(call)
+        for by_rank in by_shape.values():
+            by_request: dict[str, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+            for rank, rank_calls in by_rank.items():
+                for call in rank_calls:
+                    by_request[requests.get_name(call.index)][rank].append(call)
+            # gloo's threads may begin calls that were requested together, such as of one number and of a list
+            # with one, in another order on each rank: then the request that is found is that of the other.
+            is_mixed = len(by_shape) > 1 and any(
+                len({len(part.get(rank, ())) for rank in by_rank}) > 1 for part in by_request.values()
+            )
+            if key in sizes or "" in by_request or is_mixed:
+                yield key, by_rank
+                continue
+            for part in by_request.values():
+                yield key, part
 
 
 def _leave_group_of_others(call: Call, size: int | None, requests: Requests, recorded: list[int]) -> None:
@@ -341,7 +362,7 @@ def _match_calls(trace: Trace, calls: list[Call]) -> None:
         if call.kind == "send_recv" and call.group_size != 2:
             continue
         # Calls that do not name their group (gloo's annotations) may be of several: match them by size, too.
-        named = (call.group,) if call.group else ("", call.elements)
+        named = (call.group,) if call.group else ("", call.elements, call.shape)
         key = (call.group_ranks, call.kind, *named)
         by_key[key][call.rank].append(call)
     number = 0

@@ -234,7 +234,9 @@ def _make_row(trace: Trace, finder: GroupFinder, call: Call, exposed_ns: int) ->
     duration, transfer = int(trace.duration_ns[call.index]), call.transfer_ns
     bandwidth = call.num_bytes / transfer * 1e9 if call.num_bytes and transfer else None
     factor = find_bus_factor(call.kind, call.group_size)
-    axis = finder.find_axis(call.rank, call.group_ranks, call.description)
+    # A group of one rank is along no axis, and the plan would only name the one that has several ranks.
+    ranks = (call.rank,) if call.group_size == 1 else call.group_ranks
+    axis = finder.find_axis(call.rank, ranks, call.description)
     return {
         "rank": call.rank,
         "name": trace.names[trace.name_index[call.index]],

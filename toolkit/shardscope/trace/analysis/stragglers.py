@@ -6,11 +6,13 @@ import heapq
 import math
 from collections import Counter, defaultdict
 from functools import cached_property
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
+from shardscope.core.number_format import format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.collectives import find_collectives, list_step_seconds, measure_step
 from shardscope.trace.table import Table
@@ -28,6 +30,9 @@ MIN_SHARE = 0.01
 NUM_PERMUTATIONS = 1999
 MIN_CALLS_OF_CERTAINTY = 30
 """With fewer calls, a delay that is likely by chance may still be a straggler's."""
+_AFTER_ALL = 2**63
+MAX_NAMED = 4
+"""Number of stragglers with figures in the sentence: a stage of a pipeline may have hundreds of ranks."""
 MAX_PERMUTED_CALLS = 500
 """With more calls, the sum of their delays is close to a normal distribution."""
 
@@ -41,7 +46,7 @@ class StragglerRow(TypedDict):
     rank: int
     late_seconds: float
     """Time per step by which it arrives after the median of the other ranks, along the axis with the most.
-    Of a straggler, along those that show it."""
+    Of a straggler, along those that show it. In a pipeline, the time for which its own work takes longer."""
     p_value: float | None
     """Probability that any of equally fast ranks would be as late; None if nothing can be compared."""
     is_straggler: bool
@@ -67,7 +72,12 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     # of collectives before which all waits are known.
     measured, uncorrected, least, certain = (_Delays(trace.ranks) for _ in range(4))
     is_all_certain = True
-    for ranks, of_calls in _measure_durations(trace, collectives):
+    groups = list(_measure_durations(trace, collectives))
+    # Stages wait at messages by the schedule, whichever of them is slow: other calls tell more.
+    has_others = any(not of_calls.is_message.all() for _, of_calls in groups)
+    for ranks, of_calls in groups:
+        if has_others and of_calls.is_message.all():
+            continue
         delays = _compute_delays(of_calls.corrected)
         measured.add(ranks, delays)
         least.add(ranks, _compute_delays(of_calls.corrected, of_calls.longest))
@@ -177,6 +187,7 @@ class _Durations(NamedTuple):
     """How long each rank of a group (columns) is in each call (rows), in nanoseconds."""
 
     plain: Ints
+    """Without what it waited before; in a complete pipeline, with the time of its messages."""
     corrected: Ints
     """With the time for which the rank waited in other groups before."""
     longest: Ints
@@ -198,9 +209,11 @@ class _Wait(NamedTuple):
     """Upper bound, if nothing is known."""
     num_unknown: int = 0
     num_estimated: int = 0
+    messages: int = 0
+    """Time of sends and receives, which each rank's own file has."""
 
-    def plus(self, other: _Wait, sign: int = 1) -> _Wait:
-        return _Wait(*(one + sign * two for one, two in zip(self, other, strict=True)))
+    def plus(self, other: _Wait) -> _Wait:
+        return _Wait(*map(add, self, other))
 
 
 def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple[Ints, _Durations]]:
@@ -224,7 +237,8 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
     for of_ranks in by_call.values():
         if len(of_ranks) > 1:
             by_group[tuple(sorted(of_ranks))].append(of_ranks)
-    waited = _sum_waits_before(trace, by_group, _list_waits(trace, collectives))
+    is_complete = trace.world_size <= len(trace.ranks)
+    waited = _sum_waits(trace, _list_waits(trace, collectives))
     for group, calls in by_group.items():
         slices = np.array([[of_ranks[rank] for rank in group] for of_ranks in calls])
         # One order for all ranks, by the first one's clock: they are compared in the same part of each call.
@@ -232,16 +246,22 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
         start[1:] = np.maximum(start[1:], np.maximum.accumulate(end, axis=0)[:-1])
         positions = np.array([trace.ranks.index(rank) for rank in group])
-        before = np.array([[waited[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
-        known, estimated, possible, num_unknown, num_estimated = np.moveaxis(before, -1, 0)
+        # Since the previous call of the group: waits before calls in flight together count once, too.
+        totals = np.array([[waited[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
+        before, at_end = totals[:, :, 0], totals[:, :, 1]
+        before[1:] -= np.maximum.accumulate(at_end, axis=0)[:-1]
+        before = np.maximum(before, 0)
+        known, estimated, possible, num_unknown, num_estimated, of_messages = np.moveaxis(before, -1, 0)
         is_comparable = num_unknown.min(axis=1, keepdims=True) == num_unknown.max(axis=1, keepdims=True)
         inside = np.maximum(end - start, 0)
+        own = inside + of_messages
         yield (
             positions,
             _Durations(
-                plain=inside,
-                corrected=inside + is_comparable * (known + estimated),
-                longest=inside + known + estimated + possible,
+                # A peer that was not recorded may be why its stages waited: then no rank is slow for certain.
+                plain=own if is_complete else inside,
+                corrected=own + is_comparable * (known + estimated),
+                longest=own + known + estimated + possible,
                 is_uncertain=np.any(num_unknown + num_estimated > 0, axis=1),
                 is_message=np.isin(slices[:, 0], messages),
             ),
@@ -256,8 +276,6 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
         if trace.activity.is_in_steps[index]
     ]
     num_callers = Counter(row["call"] for row, _ in rows)
-    # Sends and receives of more than two stages cannot be paired. Then those of no rank count.
-    are_paired = all(row["group_size"] == 2 for row, _ in rows if row["kind"] == "send_recv")
     waits: dict[int, _Wait] = {}
     incomplete: list[tuple[CollectiveRow, int]] = []
     transfers: dict[tuple[str, int | None, int], list[float]] = defaultdict(list)
@@ -265,8 +283,10 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
         # What compute overlaps delays nothing.
         wait = _Wait(round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9))
         is_complete = row["call"] >= 0 and num_callers[row["call"]] >= row["group_size"]
-        if row["kind"] == "send_recv" and not are_paired:
-            waits[index] = _Wait()
+        if row["kind"] == "send_recv":
+            # The first stage of a pipeline is the last to end a step, by the schedule. All time of messages
+            # counts as waits, whichever peer they are for, so that the rest of a step is a stage's own work.
+            waits[index] = _Wait(messages=round(row["exposed_seconds"] * 1e9))
         elif is_complete or row["group_size"] == 1 or not row["exposed_seconds"]:
             waits[index] = wait
         else:
@@ -274,42 +294,44 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
         if is_complete and row["num_bytes"] is not None and row["transfer_seconds"] is not None:
             transfers[row["kind"], row["num_bytes"], row["group_size"]].append(row["transfer_seconds"])
     usual = {key: float(np.median(seconds)) for key, seconds in transfers.items()}
+    unknown: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, index in incomplete:
         exposed = round(row["exposed_seconds"] * 1e9)
         transfer = usual.get((row["kind"], row["num_bytes"], row["group_size"]))
         if transfer is None:
-            waits[index] = _Wait(possible=exposed, num_unknown=1)
+            unknown[row["rank"]].append((index, exposed))
         else:
             estimated = min(max(round((row["seconds"] - transfer) * 1e9), 0), exposed)
             waits[index] = _Wait(estimated=estimated, num_estimated=1)
+    step_ns = measure_step(trace) * 1e9
+    for rank, calls in unknown.items():
+        # All of them together may be too short to matter, such as those of a group of one rank, which gloo
+        # does not name.
+        limit = MIN_SHARE * step_ns * trace.activity.steps_by_rank[rank]
+        is_negligible = sum(exposed for _, exposed in calls) < limit
+        for index, exposed in calls:
+            waits[index] = _Wait() if is_negligible else _Wait(possible=exposed, num_unknown=1)
     return waits
 
 
-def _sum_waits_before(
-    trace: Trace, by_group: Mapping[tuple[int, ...], list[dict[int, int]]], waits: Mapping[int, _Wait]
-) -> dict[int, _Wait]:
-    """Return for how long each call's rank waited in other groups since its previous call in this group."""
-    groups = {
-        index: group for group, calls in by_group.items() for of_ranks in calls for index in of_ranks.values()
-    }
+def _sum_waits(trace: Trace, waits: Mapping[int, _Wait]) -> dict[int, tuple[_Wait, _Wait]]:
+    """Return for how long each call's rank had waited in all calls that had ended, at its start and end."""
     of_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index in waits:
         of_rank[trace.tracks[trace.track_index[index]].rank].append((int(trace.start_ns[index]), index))
-    waited: dict[int, _Wait] = {}
+    starts: dict[int, _Wait] = {}
+    ends: dict[int, _Wait] = {}
     for rank_calls in of_rank.values():
         total = _Wait()
-        after = dict.fromkeys(by_group, total)
         in_flight: list[tuple[int, int]] = []
-        for start, index in sorted(rank_calls):
+        for start, index in [*sorted(rank_calls), (_AFTER_ALL, -1)]:
             while in_flight and in_flight[0][0] <= start:
                 _, ended = heapq.heappop(in_flight)
-                total = total.plus(waits[ended])
-                if ended in groups:
-                    after[groups[ended]] = total
-            heapq.heappush(in_flight, (int(trace.activity.end_ns[index]), index))
-            if index in groups:
-                waited[index] = total.plus(after[groups[index]], sign=-1)
-    return waited
+                ends[ended] = total = total.plus(waits[ended])
+            if index >= 0:
+                heapq.heappush(in_flight, (int(trace.activity.end_ns[index]), index))
+                starts[index] = total
+    return {index: (starts[index], ends[index]) for index in waits}
 
 
 def _compute_delays(durations: Ints, own: Ints | None = None) -> Floats:
@@ -383,9 +405,11 @@ def _describe_stragglers(
     if stragglers:
         parts = [
             f"{_describe_delay(row, step_seconds, has_steps)}, by chance: {format_chance(row['p_value'])})"
-            for row in stragglers
+            for row in stragglers[:MAX_NAMED]
         ]
-        return f"Stragglers: {', '.join(parts)}."
+        others = len(stragglers) - MAX_NAMED
+        more = f", and {format_count(others, 'more rank')}" if others > 0 else ""
+        return f"Stragglers: {', '.join(parts)}{more}."
     latest = latest_first[0]
     if latest["late_seconds"] <= MIN_SHARE * step_seconds:
         whole = "step" if has_steps else "recording"

@@ -30,6 +30,8 @@ from shardscope.trace.summary.suggestions import Topic
 
 MIN_SHARE = 0.02
 """Minimum share of a step for a sentence of its own."""
+MIN_RANGE = 0.1
+"""Minimum difference of ranks, as a share of a step, with which a sentence on idle time has their range."""
 
 
 class Cause(TypedDict):
@@ -122,7 +124,11 @@ def _describe_ranks(calls: list[CollectiveRow], num_steps: Mapping[int, int]) ->
     low, high = min(by_rank.values()), max(by_rank.values())
     if high < 1.1 * low:
         return ""
-    return f" (mean of {len(by_rank):,} ranks, {format_seconds(low)} to {format_seconds(high)})"
+    return _format_ranks(low, high, len(by_rank))
+
+
+def _format_ranks(low: float, high: float, num_ranks: int) -> str:
+    return f" (mean of {num_ranks:,} ranks, {format_seconds(low)} to {format_seconds(high)})"
 
 
 def format_number_of(number: float, what: str) -> str:
@@ -162,26 +168,27 @@ def _find_idle(trace: Trace, step_seconds: float) -> Iterator[Cause]:
     rows = [row for row in compute_idle(trace, in_steps=True) if row["rank"] not in trace.cut_off]
     for cause, reason in _IDLE_TEXTS.items():
         cause_rows = [row for row in rows if row["cause"] == cause]
-        seconds = sum(row["seconds"] / counts[row["rank"]] for row in cause_rows) / max(len(cause_rows), 1)
+        of_ranks = [row["seconds"] / counts[row["rank"]] for row in cause_rows]
+        seconds = sum(of_ranks) / max(len(of_ranks), 1)
         if seconds < MIN_SHARE * step_seconds:
             continue
+        # One rank whose data loader is slow makes the others wait: the mean is true of neither.
+        share, low, high = _format_share(trace, seconds, step_seconds), min(of_ranks), max(of_ranks)
+        span = _format_ranks(low, high, len(of_ranks)) if high - low > MIN_RANGE * step_seconds else ""
         longest = max(cause_rows, key=lambda row: row["end_seconds"] - row["start_seconds"])
         gap = format_seconds(longest["end_seconds"] - longest["start_seconds"])
         if on_gpu:
-            text = f"The GPU idles {_format_share(trace, seconds, step_seconds)} because {reason}"
+            text = f"The GPU idles {share}{span} because {reason}"
         elif cause == OTHER:
             continue  # before and after the first and last operator
         elif cause == HOST_BOUND:
-            text = (
-                f"Between operators (Python, dispatch): {_format_share(trace, seconds, step_seconds)} on CPU "
-                "ranks"
-            )
+            text = f"Between operators (Python, dispatch): {share} on CPU ranks{span}"
             requests = measure_requests(trace)
             if requests >= MIN_SHARE * step_seconds:
                 took = format_seconds(requests)
                 text += f", {took} of it in operators of c10d that request or await collectives"
         else:
-            text = f"CPU ranks idle {_format_share(trace, seconds, step_seconds)} because {reason}"
+            text = f"CPU ranks idle {share}{span} because {reason}"
         yield {
             "seconds": seconds,
             "text": f"{text}; the longest gap is {gap} on rank {longest['rank']}.",
