@@ -199,6 +199,12 @@ def test_rows_that_repeat_one_prompt_are_not_all_read() -> None:
     tokenizer: Any = LetterTokenizer()
     assert len(list(read_prompts(tokenizer, same, format, range(20_000), max_tokens=64))) == 1
     assert same.num_read < 2000
+    # Rows that are sorted by their prompt.
+    by_prompt: Any = CountedRows(
+        {"prompt": f"Who is {number // 2000}?", "completion": f"{number}"} for number in range(20_000)
+    )
+    assert len(list(read_prompts(tokenizer, by_prompt, format, range(20_000), max_tokens=64))) == 10
+    assert by_prompt.num_read < 2000
     # Rows without a prompt are no repetitions: the first one counts wherever it is.
     late: Any = CountedRows([{"prompt": "?" * 99, "completion": "Ahab"}] * 2000 + same[:1])
     assert len(list(read_prompts(tokenizer, late, format, range(2001), max_tokens=64))) == 1
