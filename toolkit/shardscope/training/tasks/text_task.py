@@ -11,6 +11,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -54,6 +55,7 @@ from shardscope.training.optimizers.schedule import (
     count_warmup_steps,
 )
 from shardscope.training.tasks.disk_space import check_disk_space
+from shardscope.training.tasks.final_export import ENTRY, export_when_possible
 
 if TYPE_CHECKING:
     import torch
@@ -328,10 +330,8 @@ class TextTask(ABC):
             engine.load(validation.best_checkpoint)
             done = format_count(engine.num_steps_done, "step")
             print(f"exporting the weights after {done}, the best", flush=True)
-        engine.export(EXPORT)
-        ctx.record("export", {"num_steps_done": engine.num_steps_done})
-        if ctx.rank == 0:
-            self.complete_export(ctx.folder / EXPORT, ctx.plan)
+        export_when_possible(ctx, partial(self.complete_export, plan=ctx.plan))
+        ctx.record(ENTRY, {"num_steps_done": engine.num_steps_done})
         print(f"exported {EXPORT}", flush=True)
 
     def build_schedule(self, plan: Plan, num_steps: int) -> Schedule:
