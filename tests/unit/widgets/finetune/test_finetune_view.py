@@ -511,5 +511,7 @@ def test_a_text_instead_of_a_number_is_fixed_by_the_recommended_value(files: Pat
     row._press_fix("fix")
     assert box.value == "0.001" and view.task.learning_rate == 1e-3 and not view.form.settings.is_wrong
     box.value = "-1"
-    assert "Nearest fix: 0." in row.message, "of a number, the nearest one"
+    assert "Nearest fix: 0.001" in row.message, "the nearest number, 0, would learn nothing"
+    box.value = "20"
+    assert "Nearest fix: 10." in row.message, "of a number, the nearest one"
     view.close()

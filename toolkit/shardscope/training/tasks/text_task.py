@@ -159,7 +159,7 @@ class TextTask(ABC):
         if self.num_steps is not None:
             self._check_integer("num_steps", 1, MAX_STEPS)
         if self.learning_rate is not None:
-            self._check_number("learning_rate", 10.0)
+            self._check_learning_rate()
         self._check_schedule()
         self._check_number("weight_decay", 1.0)
         self._check_integer("seed", 0, 2**31 - 1)
@@ -184,6 +184,17 @@ class TextTask(ABC):
     def _check_number(self, name: str, high: float) -> None:
         default = getattr(type(self), name)
         check_number(self._field(name), getattr(self, name), low=0.0, high=high, default=default)
+
+    def _check_learning_rate(self) -> None:
+        try:
+            self._check_number("learning_rate", 10.0)
+        except FieldError as error:
+            if error.fix_values != {"learning_rate": 0}:
+                raise
+            # The nearest number, 0, would learn nothing.
+            default = type(self).learning_rate
+            allowed = error.allowed if default is not None else f"{error.allowed}, or None for the usual one"
+            refuse(error.field, self.learning_rate, allowed, Value(default))
 
     def _check_schedule(self) -> None:
         check_choice(self._field("schedule"), self.schedule, SCHEDULER_TYPES)
