@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_helpers import seconds_until
-from tests.requirements import few, needs
+from tests.requirements import few, needs, thorough
 
 import shardscope as ss
 from shardscope import Layout
+from shardscope.records.folder import RunFolder
+from shardscope.runs.resume import resume_run, why_not_resumable
 
 needs("torch")
 
@@ -49,13 +52,17 @@ class ExportsOntoFullDisk(ss.Pretrain):
         super().__call__(ctx)
 
 
-def launch(folder: Path, layout: Any, recipe: dict[str, Any], **fields: Any) -> ss.Run:
-    plan = ss.Plan(
+def make_plan(layout: Any, recipe: dict[str, Any]) -> ss.Plan:
+    return ss.Plan(
         ss.Architecture.of_size("2m"),
         ss.Cluster.parse("2xcpu"),
         ss.Recipe(seq_len=32, global_batch_size=2, precision="fp32", **recipe),
         layout,
     )
+
+
+def launch(folder: Path, layout: Any, recipe: dict[str, Any], **fields: Any) -> ss.Run:
+    plan = make_plan(layout, recipe)
     return ss.launch(plan, ExportsOntoFullDisk(num_steps=2, export=True, **fields), folder=folder)
 
 
@@ -95,6 +102,20 @@ def test_fault_23_a_run_that_gives_up_says_what_is_kept(has_checkpoint: bool, tm
     assert "checkpoints/step-000002 is kept" in run.reason and f"resume={run.name!r}" in run.reason
     again = ss.launch(run.plan, ss.Pretrain(num_steps=2, export=True, resume=run.folder), folder=tmp_path)
     assert again.wait(120) == "finished" and again.model is not None, again.error
+
+
+@thorough()
+def test_fault_23_a_run_that_has_only_to_export_is_resumed(tmp_path: Path) -> None:
+    """All of its steps are done, which was the reason to refuse."""
+    options: dict[str, Any] = {"num_steps": 2, "export": True, "save_checkpoint": True}
+    run = ss.launch(make_plan(Layout.ddp(), {}), ss.Pretrain(**options), folder=tmp_path)
+    assert run.wait(120) == "finished"
+    assert "has finished" in str(why_not_resumable(run))
+    # As if the export had failed.
+    shutil.rmtree(run.model)
+    RunFolder(run.folder).set_status("failed", "the trained weights cannot be exported")
+    resumed = resume_run(ss.Run.attach(run.folder))
+    assert resumed.wait(120) == "finished" and resumed.model is not None, resumed.error
 
 
 def test_save_and_stop_ends_the_waiting(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,28 @@ def test_early_stopping_keeps_and_exports_the_best_weights_also_after_a_resume(t
     second = launch(folder, ROWS, runs, Layout.ddp(), num_steps=9, resume=first.folder, **options)
     assert len(list_values(second, "validation_loss")) == 1
     assert "stopped early: 3 validations without a lower loss" in second.logs(0)
+    assert evaluate(second.model) == pytest.approx(losses[1], abs=1e-3)
+
+
+@thorough()
+def test_a_run_that_was_killed_goes_on_from_its_best_weights_also_where_it_was_moved(tmp_path: Path) -> None:
+    folder, runs = small_model(tmp_path, "llama"), tmp_path / "runs"
+    options: dict[str, Any] = {
+        "validation": VALIDATION_ROWS,
+        "validate_every": 1,
+        "early_stopping": 100,
+        "learning_rate": 0.03,
+        "warmup": 0,
+        "export": True,
+    }
+    first = launch(folder, ROWS, runs, Layout.ddp(), num_steps=4, **options)
+    moved = shutil.move(first.folder, runs / "moved")
+    losses = list_values(ss.Run.attach(moved), "validation_loss")[1:]
+    assert min(losses) == losses[1]
+    # A higher rate: no validation is better, and the best weights are those of the first run.
+    again = {**options, "learning_rate": 1.0}
+    second = launch(folder, ROWS, runs, Layout.ddp(), num_steps=4, resume=Path(moved), **again)
+    assert "resumed from" in second.logs(0) and "checkpoints/best: 2 steps done" in second.logs(0)
     assert evaluate(second.model) == pytest.approx(losses[1], abs=1e-3)
 
 

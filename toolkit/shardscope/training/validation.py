@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardscope.core.number_format import format_count
 from shardscope.records.metrics_table import compute_perplexity
-from shardscope.training.checkpoints.folders import CHECKPOINTS
+from shardscope.training.checkpoints.folders import BEST, CHECKPOINTS, is_complete
 from shardscope.training.data.batches import Batches
 from shardscope.training.micro_batches import count_labels
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardscope.training.engine import Context, Engine
-
-BEST = "best"
-"""Name of the checkpoint with the lowest validation loss; never deleted by ``keep_last``."""
 
 
 @dataclass
@@ -41,15 +38,29 @@ class Validation:
 
     @classmethod
     def resume(
-        cls, batches: Batches, every: int, patience: int | None, state: Mapping[str, object]
+        cls,
+        batches: Batches,
+        every: int,
+        patience: int | None,
+        state: Mapping[str, object],
+        resumed: Path | None = None,
     ) -> Validation:
-        """Return a validation that continues ``state``, which :meth:`describe_state` returned."""
+        """Return a validation that continues ``state``, which :meth:`describe_state` returned.
+
+        ``resumed`` is the checkpoint that has it. Without the best checkpoint, the count begins again.
+        """
         validation = cls(batches, every, patience)
         best, number = state.get("best_loss"), state.get("num_without_improvement")
         path = state.get("best_checkpoint")
         if isinstance(best, float) and isinstance(number, int) and isinstance(path, str):
+            # A run folder that was moved or copied has it beside the other checkpoints.
+            candidates = [Path(path), *([] if resumed is None else [resumed.parent / BEST])]
+            found = next(filter(is_complete, candidates), None)
+            if found is None:
+                print(f"the best weights so far, {path}, are gone: the best of this run are kept", flush=True)
+                return validation
             validation.best_loss, validation.num_without_improvement = best, number
-            validation.best_checkpoint = Path(path)
+            validation.best_checkpoint = found
         return validation
 
     def describe_state(self) -> dict[str, object] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_count
 from shardscope.records.folder import EXPORT
-from shardscope.training.checkpoints.folders import list_checkpoints
+from shardscope.training.checkpoints.folders import list_resumable
 
 if TYPE_CHECKING:
     from shardscope.training.engine import TrainingContext
@@ -81,7 +81,7 @@ def _is_stopped_while_waiting(ctx: TrainingContext) -> bool:
 def _describe_kept(ctx: TrainingContext) -> str:
     """Return which checkpoint has the weights that were not exported, and how to go on."""
     done = ctx.engine.num_steps_done
-    newest = next(reversed(list_checkpoints(ctx.folder)), None)
+    newest = next(reversed(list_resumable(ctx.folder)), None)
     fix = "Nearest fix: free some space, then launch again"
     if newest is None:
         return f"Nothing is kept of {format_count(done, 'step')}. {fix}"

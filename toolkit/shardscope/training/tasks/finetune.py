@@ -299,7 +299,8 @@ class Finetune(TextTask):
         every = self.validate_every or max(1, num_steps // 10)
         state = position.get("validation")
         state = state if isinstance(state, dict) else {}
-        return batches, num_steps, Validation.resume(for_validation, every, self.early_stopping, state)
+        validation = Validation.resume(for_validation, every, self.early_stopping, state, resumed)
+        return batches, num_steps, validation
 
     def _add_reference(
         self, ctx: TrainingContext, batches: Batches, for_validation: Batches | None, resumed: Path | None

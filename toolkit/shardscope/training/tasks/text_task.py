@@ -40,7 +40,7 @@ from shardscope.training.checkpoints.choice import (
     choose_for_rank,
     find_checkpoint,
 )
-from shardscope.training.checkpoints.folders import POSITION_FILE, list_checkpoints
+from shardscope.training.checkpoints.folders import POSITION_FILE, is_complete, list_resumable
 from shardscope.training.checkpoints.manifest import find_damage
 from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
@@ -337,10 +337,13 @@ class TextTask(ABC):
     def _export_model(self, ctx: TrainingContext, validation: Validation | None) -> None:
         """Export the best weights, or without validation the last ones. Called by all ranks."""
         engine = ctx.engine
-        if validation is not None and validation.best_checkpoint is not None:
-            engine.load(validation.best_checkpoint)
+        best = None if validation is None else validation.best_checkpoint
+        if best is not None and is_complete(best):
+            engine.load(best)
             done = format_count(engine.num_steps_done, "step")
             print(f"exporting the weights after {done}, the best", flush=True)
+        elif best is not None:
+            print(f"the best weights, {best}, are gone: exporting the last ones", flush=True)
         export_when_possible(ctx, partial(self.complete_export, plan=ctx.plan))
         ctx.record(ENTRY, {"num_steps_done": engine.num_steps_done})
         print(f"exported {EXPORT}", flush=True)
@@ -492,8 +495,9 @@ class TextTask(ABC):
             return
         warn_user(
             f"{self._field('num_steps')} is {total:,}, the total with the steps before; {checkpoint} has "
-            f"{format_count(done, 'step')} already, so nothing will be trained. Nearest fix: "
-            f"num_steps={done + total}, for {total:,} more."
+            f"{format_count(done, 'step')} already, so nothing will be trained"
+            f"{', only exported' if self.export else ''}. Nearest fix: num_steps={done + total}, for "
+            f"{total:,} more."
         )
 
     def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
@@ -542,7 +546,7 @@ def check_loads(
     resumed run. Return its warnings as text. ``seed`` and ``frozen_base`` are those of the resuming task.
     """
     if (damage := find_damage(checkpoint)) is not None:
-        intact = [path for path in list_checkpoints(checkpoint.parent.parent) if find_damage(path) is None]
+        intact = [path for path in list_resumable(checkpoint.parent.parent) if find_damage(path) is None]
         fix = f"resume={str(intact[-1])!r}" if intact else "another checkpoint, or resume=False"
         refuse(field, str(checkpoint), f"a checkpoint with all of its files: {damage}", fix)
     # The checks of the preflight, on the three facts that they read of a task.

@@ -38,7 +38,7 @@ from shardscope.training.checkpoints.folders import (
     CHECKPOINTS,
     OWN_FOLDER,
     delete_unfinished,
-    list_checkpoints,
+    list_resumable,
 )
 
 FINISH_SECONDS = 1.0
@@ -340,7 +340,7 @@ def describe_full_disks(folder: NodeFolder, markers: Sequence[Mapping[str, objec
             clauses[title] = f"; the disk of {title} is full: {room} at {disk.get('folder')}"
     if not clauses:
         return ""
-    kept = list_checkpoints(folder.path)
+    kept = list_resumable(folder.path)
     what = f"kept: {CHECKPOINTS}/{kept[-1].name}" if kept else "no checkpoint was complete"
     return f"{''.join(clauses.values())}; {what}"
 
