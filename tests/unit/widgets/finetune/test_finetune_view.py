@@ -502,6 +502,14 @@ def test_an_upload_becomes_the_data_and_a_large_one_an_error(files: Path) -> Non
     view.close()
 
 
+def test_the_summary_names_a_model_of_the_hub_and_not_its_snapshot(files: Path) -> None:
+    snapshot = write_chat_folder(files / "models--org--tiny" / "snapshots" / "0e9e39f2")
+    view: Any = FinetuneView(snapshot, "rows.jsonl")
+    assert wait_until(lambda: view.plan is not None, 60)
+    assert "<b>org/tiny</b> learns from" in view.headline.value and "0e9e39f2" not in view.headline.value
+    view.close()
+
+
 def test_a_text_instead_of_a_number_is_fixed_by_the_recommended_value(files: Path) -> None:
     view = show()
     box = view.form.settings.boxes["learning_rate"]
