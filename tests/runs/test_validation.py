@@ -160,6 +160,20 @@ def test_early_stopping_keeps_and_exports_the_best_weights_also_after_a_resume(t
 
 
 @thorough()
+@pytest.mark.parametrize("early_stopping", [None, 3])
+def test_a_model_that_became_worse_is_named_so(early_stopping: int | None, tmp_path: Path) -> None:
+    """It was exported as the best, without a word."""
+    folder, options = small_model(tmp_path, "llama"), {"num_steps": 2, "warmup": 0, "validate_every": 1}
+    options |= {"validation": VALIDATION_ROWS, "early_stopping": early_stopping}
+    worse = launch(folder, ROWS, tmp_path / "runs", Layout.ddp(), learning_rate=3.0, **options)
+    before, *after = list_values(worse, "validation_loss")
+    assert min(after) > before
+    assert "the model became worse" in worse.reason and f"{before:.4g}" in worse.reason
+    better = launch(folder, ROWS, tmp_path / "runs", Layout.ddp(), learning_rate=0.003, **options)
+    assert better.reason == "the task returned on every rank"
+
+
+@thorough()
 def test_a_run_that_was_killed_goes_on_from_its_best_weights_also_where_it_was_moved(tmp_path: Path) -> None:
     folder, runs = small_model(tmp_path, "llama"), tmp_path / "runs"
     options: dict[str, Any] = {

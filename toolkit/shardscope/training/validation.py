@@ -35,6 +35,9 @@ class Validation:
     best_loss: float = math.inf
     num_without_improvement: int = 0
     best_checkpoint: Path | None = None
+    first_loss: float | None = None
+    """Loss of the initial weights; None in a resumed run."""
+    last_loss: float | None = None
 
     @classmethod
     def resume(
@@ -82,6 +85,16 @@ class Validation:
         """Return whether early stopping ends the run."""
         return self.patience is not None and self.num_without_improvement >= self.patience
 
+    def describe_worse(self) -> str:
+        """Return that the weights that are kept have a higher loss than the initial ones; else empty."""
+        kept = self.last_loss if self.patience is None else self.best_loss
+        if self.first_loss is None or kept is None or kept <= self.first_loss:
+            return ""
+        return (
+            f"the model became worse: its validation loss was {self.first_loss:.4g} before the first step, "
+            f"and is {kept:.4g}. A lower learning_rate usually helps"
+        )
+
     def run(self, ctx: Context, engine: Engine) -> bool:
         """Evaluate and log the loss. Return whether the weights are the best so far and should be saved.
 
@@ -93,6 +106,9 @@ class Validation:
         else:
             loss = compute_mean_loss(engine, self.batches)
             others = {"perplexity": compute_perplexity(loss)}
+        self.last_loss = loss
+        if engine.num_steps_done == 0:
+            self.first_loss = loss
         step = max(0, engine.num_steps_done - 1)
         if ctx.rank == 0:
             named = {f"validation_{name}": value for name, value in others.items()}

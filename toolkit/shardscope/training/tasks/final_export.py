@@ -21,6 +21,8 @@ ENTRY = "export"
 """Entry of rank 0's engine report about the export."""
 WAITS = "waits"
 """In that entry: why the ranks wait to export, as a sentence."""
+WORSE = "worse"
+"""Entry of a rank's engine report: how far the trained weights are worse than the initial ones."""
 RETRY_SECONDS = 10.0
 """Time between two attempts."""
 POLL_SECONDS = 1.0

@@ -55,7 +55,7 @@ from shardscope.training.optimizers.schedule import (
     count_warmup_steps,
 )
 from shardscope.training.tasks.disk_space import check_disk_space
-from shardscope.training.tasks.final_export import ENTRY, export_when_possible
+from shardscope.training.tasks.final_export import ENTRY, WORSE, export_when_possible
 
 if TYPE_CHECKING:
     import torch
@@ -321,6 +321,9 @@ class TextTask(ABC):
             validation=validation,
             samples=self.prepare_samples(ctx, num_steps, validation),
         )
+        if is_complete and validation is not None and (worse := validation.describe_worse()):
+            print(f"warning: {worse}", flush=True)
+            ctx.record(WORSE, {"why": worse})
         # A stopped run is not exported: it is resumed from its checkpoint, and exported at its end.
         if self.export and is_complete:
             self._export_model(ctx, validation)

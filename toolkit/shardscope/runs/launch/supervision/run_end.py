@@ -40,6 +40,7 @@ from shardscope.training.checkpoints.folders import (
     delete_unfinished,
     list_resumable,
 )
+from shardscope.training.tasks.final_export import WORSE
 
 FINISH_SECONDS = 1.0
 """Time that the final status waits for the last writes of the periodic checks; the rest follows it."""
@@ -183,7 +184,7 @@ class RunEnd:
             log = quote_log_end(self.folder, self.folder.launcher_log, is_crash=is_crash)
             details = {"error": f"{reason}.\n{log}"}
         if status == "finished":
-            reason += self._describe_untrained()
+            reason += self._describe_untrained() + self._describe_worse()
             self._write_model_card()
         if status == "failed" and isinstance(self.folder, NodeFolder):
             reason += describe_full_disks(self.folder, markers)
@@ -302,6 +303,12 @@ class RunEnd:
             f"; nothing was trained: num_steps={total} is the total with the steps before, and the "
             f"checkpoint had {format_count(first, 'step')}"
         )
+
+    def _describe_worse(self) -> str:
+        """Return that the model became worse by the training, as a clause; empty if it did not."""
+        entry = (read_json(self.folder.engine_report(0)) or {}).get(WORSE)
+        why = entry.get("why") if isinstance(entry, dict) else None
+        return f"; {why}" if isinstance(why, str) else ""
 
     def _store_measured_step(self) -> None:
         """Keep the measured step time for later predictions; an error here does not fail the run."""
