@@ -148,7 +148,8 @@ FAULTS = {
         "The disk is full, the run folder read-only",
         "A launch raises `OSError` with the cause. During a run, metrics and output that cannot be written "
         "are lost, and the log says so once there is space; the run continues and ends as usual. A rank that "
-        "hangs meanwhile is reported, after ten times the usual time.",
+        "hangs meanwhile is reported, after ten times the usual time. Trained weights that cannot be "
+        "exported are kept for an hour, and exported as soon as there is space.",
         "If not even the final status can be written, a run counts as lost; the exception of a run that "
         "failed on a full disk may be lost as well, and then the reason says so.",
     ),

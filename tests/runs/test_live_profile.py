@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,43 @@ def test_stop_of_a_function_that_reads_no_stop_keeps_its_trace(plan: Any, tmp_pa
     run.stop()
     assert run.wait(60) == "stopped", run.error
     assert set(count_recorded_steps(run.trace())) == {0, 1}
+
+
+KERNEL = """
+import sys, time
+from pathlib import Path
+sys.path += {path!r}
+from test_live_profile import launch_training
+run = launch_training(Path({folder!r}), save_every=10_000)
+print(run.folder, flush=True)
+time.sleep(1000)
+"""
+
+
+@thorough()
+@pytest.mark.parametrize("request_before", ["a recording", "save and stop"])
+def test_the_end_of_the_kernel_keeps_what_is_being_saved(request_before: str, tmp_path: Path) -> None:
+    code = KERNEL.format(path=sys.path, folder=str(tmp_path))
+    kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert kernel.stdout is not None
+        run = ss.Run.attach(kernel.stdout.readline().strip())
+        wait_for_steps(run)
+        if request_before == "a recording":
+            run.profile(1000, stacks=True)
+            wait_for_ranks_to_record(run)
+        else:
+            run.stop(checkpoint=True)
+            seconds_until(lambda: run.status == "stopping")
+    finally:
+        kernel.kill()
+        kernel.communicate()
+    assert run.wait(90) == "stopped" and run.error is None
+    if request_before == "a recording":
+        assert run.reason == "the kernel that launched it ended"
+        assert set(count_recorded_steps(run.trace())) == {0, 1}
+    else:
+        assert list(run.folder.glob("checkpoints/*"))
 
 
 @thorough()

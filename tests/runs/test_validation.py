@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,42 @@ def test_early_stopping_keeps_and_exports_the_best_weights_also_after_a_resume(t
     second = launch(folder, ROWS, runs, Layout.ddp(), num_steps=9, resume=first.folder, **options)
     assert len(list_values(second, "validation_loss")) == 1
     assert "stopped early: 3 validations without a lower loss" in second.logs(0)
+    assert evaluate(second.model) == pytest.approx(losses[1], abs=1e-3)
+
+
+@thorough()
+@pytest.mark.parametrize("early_stopping", [None, 3])
+def test_a_model_that_became_worse_is_named_so(early_stopping: int | None, tmp_path: Path) -> None:
+    """It was exported as the best, without a word."""
+    folder, options = small_model(tmp_path, "llama"), {"num_steps": 2, "warmup": 0, "validate_every": 1}
+    options |= {"validation": VALIDATION_ROWS, "early_stopping": early_stopping}
+    worse = launch(folder, ROWS, tmp_path / "runs", Layout.ddp(), learning_rate=3.0, **options)
+    before, *after = list_values(worse, "validation_loss")
+    assert min(after) > before
+    assert "the model became worse" in worse.reason and f"{before:.4g}" in worse.reason
+    better = launch(folder, ROWS, tmp_path / "runs", Layout.ddp(), learning_rate=0.003, **options)
+    assert better.reason == "the task returned on every rank"
+
+
+@thorough()
+def test_a_run_that_was_killed_goes_on_from_its_best_weights_also_where_it_was_moved(tmp_path: Path) -> None:
+    folder, runs = small_model(tmp_path, "llama"), tmp_path / "runs"
+    options: dict[str, Any] = {
+        "validation": VALIDATION_ROWS,
+        "validate_every": 1,
+        "early_stopping": 100,
+        "learning_rate": 0.03,
+        "warmup": 0,
+        "export": True,
+    }
+    first = launch(folder, ROWS, runs, Layout.ddp(), num_steps=4, **options)
+    moved = shutil.move(first.folder, runs / "moved")
+    losses = list_values(ss.Run.attach(moved), "validation_loss")[1:]
+    assert min(losses) == losses[1]
+    # A higher rate: no validation is better, and the best weights are those of the first run.
+    again = {**options, "learning_rate": 1.0}
+    second = launch(folder, ROWS, runs, Layout.ddp(), num_steps=4, resume=Path(moved), **again)
+    assert "resumed from" in second.logs(0) and "checkpoints/best: 2 steps done" in second.logs(0)
     assert evaluate(second.model) == pytest.approx(losses[1], abs=1e-3)
 
 

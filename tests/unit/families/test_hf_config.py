@@ -525,6 +525,18 @@ def test_config_in_the_hub_cache_is_named_by_its_hub_id(tmp_path: Path) -> None:
     assert Architecture.from_hf(snapshot).name == "org/my-llama"
 
 
+def test_the_model_of_a_run_has_the_name_of_the_run(tmp_path: Path) -> None:
+    """All of them were named "export", in comparisons and in the log of a further fine-tune."""
+    for name in ("export", "merged"):
+        folder = tmp_path / "whales" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(LLAMA))
+        assert Architecture.from_hf(folder).name == name
+    (tmp_path / "whales" / "run.json").write_text("{}")
+    assert Architecture.from_hf(tmp_path / "whales" / "export").name == "whales"
+    assert Architecture.from_hf(tmp_path / "whales" / "merged" / "config.json").name == "whales"
+
+
 def test_config_files_that_are_not_utf8_raise(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
     with pytest.raises(ValueError, match="not UTF-8"):

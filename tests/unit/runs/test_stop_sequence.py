@@ -103,13 +103,13 @@ def test_a_plain_stop_overrides_one_with_a_checkpoint(folder: RunFolder) -> None
     assert run.signals == [signal.SIGTERM] and run.stop.reason == "run.stop() was called"
 
 
-def write_recording(folder: RunFolder, rank: int, state: str) -> None:
+def write_recording(folder: RunFolder, rank: int, state: str, **more: object) -> None:
     folder.engine_report(rank).parent.mkdir(exist_ok=True)
-    write_json(folder.engine_report(rank), {"recording": {"number": 1, "state": state}})
+    write_json(folder.engine_report(rank), {"recording": {"number": 1, "state": state, **more}})
 
 
 def test_a_plain_stop_waits_for_the_trace_of_a_recording(folder: RunFolder) -> None:
-    run = FakeRun(folder, world_size=2)
+    run = FakeRun(folder, world_size=2, trains_the_plan=True)
     write_recording(folder, 1, "recording")
     run.command(USER_STOP)
     assert run.pass_time(60) == [] and run.statuses[0][0] == "stopping" and "trace" in run.statuses[0][1]
@@ -126,6 +126,45 @@ def test_a_second_stop_ends_ranks_that_write_a_trace(folder: RunFolder) -> None:
     assert run.signals == [signal.SIGTERM]
 
 
+def test_a_function_that_records_and_no_longer_reads_commands_is_ended_in_a_minute(folder: RunFolder) -> None:
+    """It was ended after ten."""
+    run = FakeRun(folder, world_size=2)
+    write_recording(folder, 0, "recording")
+    run.command(USER_STOP)
+    assert run.pass_time(59) == [] and run.pass_time(2) == [signal.SIGTERM]
+    assert run.stop.reason.startswith("run.stop() was called; ")
+    # One that writes its trace has read the stop, and a training task reads it after its step, however long.
+    for description, more in (({}, {"is_writing": True}), ({"trains_the_plan": True}, {})):
+        other = FakeRun(folder, world_size=2, **description)
+        write_recording(folder, 0, "recording", **more)
+        other.stop.begin("stop", checkpoint=False)
+        assert other.pass_time(300) == []
+
+
+def test_the_end_of_the_kernel_keeps_the_trace_of_a_recording(folder: RunFolder) -> None:
+    run = FakeRun(folder, world_size=1)
+    write_recording(folder, 0, "recording")
+    run.stop.end_with_kernel()
+    run.stop.obey_commands()
+    assert run.pass_time(5) == [] and run.statuses[0][0] == "stopping"
+    (command,) = read_lines(folder.control)
+    assert command["command"] == "stop", "the ranks read it"
+    write_recording(folder, 0, "written")
+    assert run.pass_time(0.5) == [signal.SIGTERM] and run.stop.reason == "the kernel that launched it ended"
+    idle = FakeRun(folder, world_size=1)
+    idle.stop.end_with_kernel()
+    assert idle.signals == [signal.SIGTERM]
+
+
+def test_the_end_of_the_kernel_does_not_cut_off_a_checkpoint_that_a_stop_requested(folder: RunFolder) -> None:
+    run = FakeRun(folder, trains_the_plan=True)
+    run.command(USER_SAVE)
+    run.stop.end_with_kernel()
+    assert run.signals == [] and run.stop.phase == "checkpoint"
+    run.command({"command": "stop", "kernel_ended": True})
+    assert run.pass_time(599) == [] and run.pass_time(2) == [signal.SIGTERM]
+
+
 def test_a_stop_after_a_rank_died_does_not_wait_for_its_recording(folder: RunFolder) -> None:
     """A rank that died never writes its trace: the others waited for torch elastic, 30 s."""
     run = FakeRun(folder, world_size=2)
@@ -136,7 +175,7 @@ def test_a_stop_after_a_rank_died_does_not_wait_for_its_recording(folder: RunFol
 
 
 def test_ranks_that_hang_while_they_record_are_ended(folder: RunFolder) -> None:
-    run = FakeRun(folder, world_size=1)
+    run = FakeRun(folder, world_size=1, trains_the_plan=True)
     write_recording(folder, 0, "recording")
     run.command(USER_STOP)
     run.seems_to_hang = True

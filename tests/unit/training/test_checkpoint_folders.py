@@ -47,6 +47,20 @@ def test_fault_30_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert find_newest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 1_000_000)
 
 
+def test_a_run_resumes_from_its_best_checkpoint_unless_it_has_a_later_one(tmp_path: Path) -> None:
+    """A run that was killed, and had saved no other one, could not be resumed."""
+    best = write_checkpoint(tmp_path / "checkpoints" / "best", {"num_steps_done": 20})
+    assert find_newest_checkpoint(tmp_path) == best
+    make_checkpoint(tmp_path, 10)
+    assert find_newest_checkpoint(tmp_path) == best
+    same = make_checkpoint(tmp_path, 20)
+    assert find_newest_checkpoint(tmp_path) == same
+    (best / "position.json").write_text("{")
+    assert find_newest_checkpoint(tmp_path) == same
+    delete_older(tmp_path, 1)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"best", "step-000020"}
+
+
 def test_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
     for steps in (10, 20, 30):
         make_checkpoint(tmp_path, steps)

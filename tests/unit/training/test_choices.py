@@ -36,6 +36,24 @@ def build_plan(folder: Path, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
     return ss.Plan(arch, gpus, ss.Recipe(**fields), ss.Layout.fsdp2())
 
 
+@pytest.mark.parametrize("rate", [0, 10.0, 1e-12])
+def test_the_fix_of_an_unusual_rate_is_the_recommended_one(folder: Path, rate: float) -> None:
+    """It was half of it, and a rate of 0 was not reported."""
+    small = build_plan(folder, method="lora", seq_len=64, global_batch_size=4)
+    plan = replace(small, architecture=ss.Architecture.of_size("125m"))
+    task = ss.Finetune(folder, ROWS, learning_rate=rate)
+    (finding,) = (each for each in plan.findings(task) if each.name.startswith("learning-rate"))
+    assert isinstance(finding.task, ss.Finetune)
+    assert finding.task.learning_rate == recommend_rate(plan, on_examples=True).value
+    assert (rate == 0) == ("learns nothing" in finding.why)
+
+
+@pytest.mark.parametrize("rate", [-1, float("nan")])
+def test_the_fix_of_a_rate_that_is_none_is_not_a_run_that_learns_nothing(folder: Path, rate: float) -> None:
+    with pytest.raises(ValueError, match=r"or None for the usual one\. Nearest fix: None\.$"):
+        ss.Finetune(folder, ROWS, learning_rate=rate)
+
+
 def test_choices_follow_the_data_the_machine_and_the_method(folder: Path) -> None:
     plan, task = build_plan(folder, method="lora"), ss.Finetune(folder, ROWS)
     choices = task.choices(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,15 @@ def test_rows_that_the_task_leaves_out_or_learns_all_of_are_no_reason_to_refuse(
 def test_validation_rows_are_checked_as_well(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"^Finetune\.validation is .*Row 2"):
         check_launch(folder, [SHORT], tmp_path, validation=[SHORT, LONG])
+
+
+def test_fewer_prompts_for_samples_than_requested_are_reported(folder: Path, tmp_path: Path) -> None:
+    other = {"prompt": "Whom?", "completion": "The whale"}
+    with pytest.warns(RuntimeWarning, match=r"Finetune\.samples is 3, and 2 will be answered"):
+        check_launch(folder, [SHORT] * 600 + [other], tmp_path, samples=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_launch(folder, [SHORT] * 600 + [other], tmp_path, samples=2)
 
 
 def test_a_text_shorter_than_a_sequence_is_refused(folder: Path, tmp_path: Path) -> None:

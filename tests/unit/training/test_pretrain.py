@@ -45,7 +45,7 @@ def test_creating_a_task_imports_no_torch() -> None:
         ("learning_rate", float("nan"), r"0\.001"),
         ("weight_decay", None, r"0\.1"),
         ("warmup", "short", r"0\.03"),
-        ("learning_rate", -1.0, "0"),
+        ("learning_rate", -1.0, r"0\.001"),
         ("learning_rate", float("inf"), "10"),
         ("learning_rate", 10**400, "10"),
         ("warmup", 51, "50"),

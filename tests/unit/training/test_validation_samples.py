@@ -199,9 +199,35 @@ def test_rows_that_repeat_one_prompt_are_not_all_read() -> None:
     tokenizer: Any = LetterTokenizer()
     assert len(list(read_prompts(tokenizer, same, format, range(20_000), max_tokens=64))) == 1
     assert same.num_read < 2000
+    # Rows that are sorted by their prompt.
+    by_prompt: Any = CountedRows(
+        {"prompt": f"Who is {number // 2000}?", "completion": f"{number}"} for number in range(20_000)
+    )
+    assert len(list(read_prompts(tokenizer, by_prompt, format, range(20_000), max_tokens=64))) == 10
+    assert by_prompt.num_read < 2000
     # Rows without a prompt are no repetitions: the first one counts wherever it is.
     late: Any = CountedRows([{"prompt": "?" * 99, "completion": "Ahab"}] * 2000 + same[:1])
     assert len(list(read_prompts(tokenizer, late, format, range(2001), max_tokens=64))) == 1
+
+
+def test_a_resumed_run_finds_the_best_weights_where_they_are_or_begins_to_count_again(tmp_path: Path) -> None:
+    """The path of a run folder that was moved since failed the export, after all steps."""
+    from shardscope.training.validation import Validation
+
+    batches: Any = None
+    moved = tmp_path / "moved" / "checkpoints"
+    (moved / "best").mkdir(parents=True)
+    (moved / "best" / "position.json").write_text("{}")
+    state = {
+        "best_loss": 1.5,
+        "num_without_improvement": 2,
+        "best_checkpoint": str(tmp_path / "run" / "checkpoints" / "best"),
+    }
+    resumed = Validation.resume(batches, 1, 3, state, moved / "step-000005")
+    assert resumed.best_checkpoint == moved / "best" and resumed.best_loss == 1.5
+    without = Validation.resume(batches, 1, 3, state, tmp_path / "other" / "checkpoints" / "step-000005")
+    assert without.best_checkpoint is None and without.best_loss == float("inf")
+    assert without.num_without_improvement == 0
 
 
 def test_generations_take_a_quarter_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,8 @@ _UNFUSED_ACTIVATIONS: Mapping[str, str | None] = {
 """Activations of transformers' ``ACT2FN`` that run, and save tensors, operator by operator; and the name of
 the same function in one kernel."""
 
+RUN_MODELS = ("export", "merged")
+"""Folders of a run with its model."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of the language model's config in a config.json of several models."""
 
@@ -60,13 +62,15 @@ def read_architecture(config: str | Path | Mapping[str, object], rehearse_only: 
 
 
 def _derive_name(file: Path) -> str:
-    """Return a model name for ``file``: its folder's, or the Hub id if it is in the Hub's cache."""
+    """Return a model name for ``file``: its folder's, its run's, or the Hub id if it is in the cache."""
     if file.name != "config.json":
         return file.stem
     folder = file.parent
     if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return folder.name
+    # The folders of a run's model have the same name in each run.
+    is_of_run = folder.name in RUN_MODELS and (folder.parent / "run.json").is_file()
+    return folder.parent.name if is_of_run else folder.name
 
 
 def read_config_file(file: Path) -> Mapping[str, object]:

@@ -158,7 +158,9 @@ def _build_resuming_task(run: Run, description: Mapping[str, object]) -> tuple[T
     if checkpoint is None:
         raise _CannotResumeError("the run saved no complete checkpoint", "launch it again")
     done = (read_json(checkpoint / POSITION_FILE) or {}).get("num_steps_done")
-    if run.num_steps is not None and isinstance(done, int) and done >= run.num_steps:
+    # A run that failed after its last step has still to export its weights.
+    has_to_export = (run.task_fields or {}).get("export") is True and run.model is None
+    if run.num_steps is not None and isinstance(done, int) and done >= run.num_steps and not has_to_export:
         raise _CannotResumeError(
             f"all of its {format_count(run.num_steps, 'step')} are done",
             "launch a task with resume= and a larger num_steps",

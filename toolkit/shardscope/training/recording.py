@@ -25,6 +25,8 @@ MAX_PROFILED_STEPS = 1000
 MAX_RECORDINGS = 100_000
 ENTRY = "recording"
 """Entry of a rank's engine report with the state of its latest recording."""
+IS_WRITING = "is_writing"
+"""In that entry: the recorded steps are over, and the trace is being written."""
 FINISHED = frozenset({"written", "failed", "ignored"})
 """States of a recording that is not in progress any more."""
 
@@ -161,6 +163,8 @@ class Recorder:
             return
         self._num_left -= 1
         if self._profile is not None:
+            if not self.is_recording:  # After the last step, torch writes the trace at once.
+                self._note(self._request, "recording", is_writing=True)
             with self._writing():
                 self._profile.step()
         if not self.is_recording:
@@ -192,6 +196,7 @@ class Recorder:
         self._num_left = 0
         if profile is None:
             return
+        self._note(self._request, "recording", is_writing=True)
         with self._writing(profile):
             profile.__exit__(kind, error, where)
         self._ranges.end()
@@ -214,10 +219,11 @@ class Recorder:
         if self._must_end:
             self._end_process()
 
-    def _note(self, request: RecordingRequest, state: str) -> None:
+    def _note(self, request: RecordingRequest, state: str, *, is_writing: bool = False) -> None:
         """Record the state for ``run.profile`` and ``run.trace``, which wait for all ranks' traces."""
         with contextlib.suppress(OSError):  # A full disk: the next request waits for the end of the run.
-            self._ctx.record(ENTRY, {"number": request.number, "state": state})
+            entry: dict[str, object] = {"number": request.number, "state": state}
+            self._ctx.record(ENTRY, entry | ({IS_WRITING: True} if is_writing else {}))
 
     # ---- SIGTERM while a recording is in progress
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardscope.core.number_format import format_count
 from shardscope.records.metrics_table import compute_perplexity
-from shardscope.training.checkpoints.folders import CHECKPOINTS
+from shardscope.training.checkpoints.folders import BEST, CHECKPOINTS, is_complete
 from shardscope.training.data.batches import Batches
 from shardscope.training.micro_batches import count_labels
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardscope.training.engine import Context, Engine
-
-BEST = "best"
-"""Name of the checkpoint with the lowest validation loss; never deleted by ``keep_last``."""
 
 
 @dataclass
@@ -38,18 +35,35 @@ class Validation:
     best_loss: float = math.inf
     num_without_improvement: int = 0
     best_checkpoint: Path | None = None
+    first_loss: float | None = None
+    """Loss of the initial weights; None in a resumed run."""
+    last_loss: float | None = None
 
     @classmethod
     def resume(
-        cls, batches: Batches, every: int, patience: int | None, state: Mapping[str, object]
+        cls,
+        batches: Batches,
+        every: int,
+        patience: int | None,
+        state: Mapping[str, object],
+        resumed: Path | None = None,
     ) -> Validation:
-        """Return a validation that continues ``state``, which :meth:`describe_state` returned."""
+        """Return a validation that continues ``state``, which :meth:`describe_state` returned.
+
+        ``resumed`` is the checkpoint that has it. Without the best checkpoint, the count begins again.
+        """
         validation = cls(batches, every, patience)
         best, number = state.get("best_loss"), state.get("num_without_improvement")
         path = state.get("best_checkpoint")
         if isinstance(best, float) and isinstance(number, int) and isinstance(path, str):
+            # A run folder that was moved or copied has it beside the other checkpoints.
+            candidates = [Path(path), *([] if resumed is None else [resumed.parent / BEST])]
+            found = next(filter(is_complete, candidates), None)
+            if found is None:
+                print(f"the best weights so far, {path}, are gone: the best of this run are kept", flush=True)
+                return validation
             validation.best_loss, validation.num_without_improvement = best, number
-            validation.best_checkpoint = Path(path)
+            validation.best_checkpoint = found
         return validation
 
     def describe_state(self) -> dict[str, object] | None:
@@ -71,6 +85,16 @@ class Validation:
         """Return whether early stopping ends the run."""
         return self.patience is not None and self.num_without_improvement >= self.patience
 
+    def describe_worse(self) -> str:
+        """Return that the weights that are kept have a higher loss than the initial ones; else empty."""
+        kept = self.last_loss if self.patience is None else self.best_loss
+        if self.first_loss is None or kept is None or kept <= self.first_loss:
+            return ""
+        return (
+            f"the model became worse: its validation loss was {self.first_loss:.4g} before the first step, "
+            f"and is {kept:.4g}. A lower learning_rate usually helps"
+        )
+
     def run(self, ctx: Context, engine: Engine) -> bool:
         """Evaluate and log the loss. Return whether the weights are the best so far and should be saved.
 
@@ -82,6 +106,9 @@ class Validation:
         else:
             loss = compute_mean_loss(engine, self.batches)
             others = {"perplexity": compute_perplexity(loss)}
+        self.last_loss = loss
+        if engine.num_steps_done == 0:
+            self.first_loss = loss
         step = max(0, engine.num_steps_done - 1)
         if ctx.rank == 0:
             named = {f"validation_{name}": value for name, value in others.items()}

@@ -244,7 +244,7 @@ def render_summary(plan: ss.Plan, task: ss.Finetune, length: Length, num_rows: i
     seconds = f", about {format_duration(length.seconds)}" if length.seconds is not None else ""
     by = " by <b>DPO</b>" if task.objective == "dpo" else ""
     return (
-        f"<div class='ss-what' role='status'><b>{escape(task.weights.name)}</b> learns from "
+        f"<div class='ss-what' role='status'><b>{escape(plan.architecture.name)}</b> learns from "
         f"<b>{escape(data)}</b>{by}{passes}{steps}, with <b>{escape(method)}</b>{rank} on "
         f"<b>{escape(describe_devices(plan.cluster))}</b>{seconds}</div>"
     )

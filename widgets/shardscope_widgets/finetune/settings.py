@@ -113,11 +113,13 @@ class FinetuneSettings(Picker):
         super().set_fields({field: _format_input(field, value) for field, value in values.items()})
 
     def correct_fix(self, error: ValueError) -> ValueError:
-        """Return ``error`` with the recommended value as the fix, where the input is no number at all."""
+        """Return ``error`` with the recommended value as the fix, where no number is near the input."""
         field = getattr(error, "field", "").rpartition(".")[2]
         placeholder = getattr(self._boxes.get(field), "placeholder", "")
         typed, recommended = self.value.get(field), parse_rate(placeholder)
-        if not isinstance(error, FieldError) or not isinstance(typed, str) or isinstance(recommended, str):
+        if not isinstance(error, FieldError) or isinstance(recommended, str):
+            return error
+        if not isinstance(typed, str) and error.fix_values != {field: None}:
             return error
         value = int(recommended) if recommended.is_integer() else recommended
         return FieldError(error.field, typed, error.allowed, Value(value))

@@ -83,7 +83,8 @@ def render_heading(run: ss.Run, status: str) -> str:
     sign = render_status_sign(status, run.reason, hangs=hangs, place="ss-status")
     if hangs:
         line = "class='ss-hint ss-run-reason ss-tight' data-said='hang'"
-    elif status in ("failed", "lost"):
+    elif status in ("failed", "lost") or (status == "finished" and ";" in run.reason):
+        # What is to be known of a finished run follows a semicolon.
         line = "class='ss-hint ss-run-reason'"
     else:
         line = "class='ss-hint ss-clipped'"

@@ -134,6 +134,8 @@ def _render_answer(sample: Sample | None, title: str) -> str:
     if sample is None:
         return f"<td class='ss-hint'{label}>not generated yet</td>"
     answer = sample["text"].strip()
+    if not sample["is_complete"]:  # It may end within a character, such as an emoji of several tokens.
+        answer = answer.rstrip("\ufffd")
     text = _shorten_text(answer) or "<span class='ss-hint'>an empty answer</span>"
     cut = "" if sample["is_complete"] else "<span class='ss-hint' title='Cut at max_new_tokens'> …</span>"
     # Where room is short, only the first lines are shown: the tooltip has all of them.

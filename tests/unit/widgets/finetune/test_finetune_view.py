@@ -502,6 +502,14 @@ def test_an_upload_becomes_the_data_and_a_large_one_an_error(files: Path) -> Non
     view.close()
 
 
+def test_the_summary_names_a_model_of_the_hub_and_not_its_snapshot(files: Path) -> None:
+    snapshot = write_chat_folder(files / "models--org--tiny" / "snapshots" / "0e9e39f2")
+    view: Any = FinetuneView(snapshot, "rows.jsonl")
+    assert wait_until(lambda: view.plan is not None, 60)
+    assert "<b>org/tiny</b> learns from" in view.headline.value and "0e9e39f2" not in view.headline.value
+    view.close()
+
+
 def test_a_text_instead_of_a_number_is_fixed_by_the_recommended_value(files: Path) -> None:
     view = show()
     box = view.form.settings.boxes["learning_rate"]
@@ -511,5 +519,7 @@ def test_a_text_instead_of_a_number_is_fixed_by_the_recommended_value(files: Pat
     row._press_fix("fix")
     assert box.value == "0.001" and view.task.learning_rate == 1e-3 and not view.form.settings.is_wrong
     box.value = "-1"
-    assert "Nearest fix: 0." in row.message, "of a number, the nearest one"
+    assert "Nearest fix: 0.001" in row.message, "the nearest number, 0, would learn nothing"
+    box.value = "20"
+    assert "Nearest fix: 10." in row.message, "of a number, the nearest one"
     view.close()

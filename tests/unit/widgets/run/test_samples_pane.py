@@ -33,7 +33,8 @@ def test_the_view_shows_the_first_the_best_and_the_latest_answers_while_training
     run.task_fields = {"samples": ["Who?"]}
     view = RunView(run)  # type: ignore[arg-type]
     assert list_cells(view.samples.html.value) == ["Before training", "Who?", "not generated yet"]
-    add(run, 0, "I am <b>not</b> sure", is_complete=False)
+    # Cut within a character of several tokens.
+    add(run, 0, "I am <b>not</b> sure\ufffd", is_complete=False)
     expected = ["Before training, validation loss 0.100", "Who?", "I am &lt;b&gt;not&lt;/b&gt; sure …"]
     assert wait_until(lambda: list_cells(view.samples.html.value) == expected)
     # The loss of the initial weights is the lowest, but they are never the best.

@@ -20,24 +20,41 @@ NAME = "learning-rate-against-batch"
 
 
 def check_learning_rate(case: Case) -> Iterator[Finding]:
-    """Report a learning rate far from those of published runs of this size, scaled to the batch."""
+    """Report a learning rate of 0, or far from those of published runs of this size, scaled to the batch."""
     rate = getattr(case.task, "learning_rate", None)
-    # The published runs are supervised; DPO takes rates a twentieth as large.
-    if not rate or getattr(case.task, "objective", "sft") == "dpo":
+    if rate is None:
         return
-    begins_from_weights = getattr(case.task, "weights", None) is not None
     # Fine-tuning takes smaller rates than training from random weights, so weights= selects other references.
+    begins_from_weights = getattr(case.task, "weights", None) is not None
     usual = find_usual_rate(case.plan, begins_from_weights=begins_from_weights)
-    if usual is None or usual.allows(rate):
-        return
-    yield Finding(
+    # A fine-tune's own recommendation knows its data as well.
+    own = _find_own_rate(case)
+    if rate == 0:
+        advised = own or (None if usual is None else usual.recommended)
+        why = "With a learning rate of 0 no step changes the weights: the run learns nothing."
+        yield _make_finding(case, "danger", why, 0.0, advised)
+    # The published runs are supervised; DPO takes rates a twentieth as large.
+    elif usual is not None and not usual.allows(rate) and getattr(case.task, "objective", "sft") != "dpo":
+        advised = own if own is not None and usual.allows(own) else usual.recommended
+        severity, why = _choose_severity(rate, usual), _explain_rate(rate, usual)
+        yield _make_finding(case, severity, why, rate / usual.rate, advised)
+
+
+def _make_finding(case: Case, severity: Severity, why: str, number: float, advised: float | None) -> Finding:
+    return Finding(
         name=NAME,
-        severity=_choose_severity(rate, usual),
-        why=_explain_rate(rate, usual),
-        number=rate / usual.rate,
-        change=f"learning_rate={usual.recommended:g}",
-        task=replace_task_fields(case.task, learning_rate=usual.recommended),
+        severity=severity,
+        why=why,
+        number=number,
+        change="another learning_rate" if advised is None else f"learning_rate={advised:g}",
+        task=None if advised is None else replace_task_fields(case.task, learning_rate=advised),
     )
+
+
+def _find_own_rate(case: Case) -> float | None:
+    """Return the rate that the task recommends where none is set; None if it recommends none."""
+    unset = replace_task_fields(case.task, learning_rate=None)
+    return float(unset.peak_rate(case.plan)) if hasattr(unset, "peak_rate") else None
 
 
 def _choose_severity(rate: float, usual: UsualRate) -> Severity:

@@ -26,7 +26,7 @@ from shardscope.runs.backends.slurm_job import (
     requeue,
 )
 from shardscope.runs.launch.supervision.run_end import FinalStatus
-from shardscope.training.checkpoints.folders import POSITION_FILE, list_checkpoints
+from shardscope.training.checkpoints.folders import POSITION_FILE, list_resumable
 from shardscope.training.recording import ENTRY
 
 MAX_IDLE_ATTEMPTS = 3
@@ -54,7 +54,7 @@ def get_retries(description: Mapping[str, object]) -> int:
 
 def find_newest(folder: RunFolder) -> tuple[Path | None, int]:
     """Return the newest complete checkpoint of a run, None if there is none, and its number of steps."""
-    for checkpoint in reversed(list_checkpoints(folder.path)):
+    for checkpoint in reversed(list_resumable(folder.path)):
         num_steps = (read_json(checkpoint / POSITION_FILE) or {}).get("num_steps_done")
         if is_int(num_steps):
             return checkpoint, num_steps

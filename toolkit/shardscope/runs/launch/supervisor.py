@@ -367,7 +367,7 @@ class Supervisor:
         waiting.register(self.lease, select.POLLIN)
         if waiting.poll(POLL_SECONDS * 1000) and not os.read(self.lease, 1):
             self.lease = None
-            self.stop.terminate("the kernel that launched it ended")
+            self.stop.end_with_kernel()
 
     def _finish(self) -> None:
         """Clean up after the ranks and write the final status."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from shardscope.records.folder import NodeFolder, RunFolder
-from shardscope.records.json_files import SampledLines
+from shardscope.records.json_files import SampledLines, read_json
 from shardscope.records.metrics_table import write_csv_in_pieces
 from shardscope.records.redaction import LogCleaner, known_secrets
 from shardscope.records.regular_files import size_of
@@ -20,6 +20,7 @@ from shardscope.runs.watch.hang import HangDetector
 from shardscope.runs.watch.host_monitor import HostMemoryMonitor
 from shardscope.runs.watch.node_hangs import NodeHangs
 from shardscope.runs.watch.standstill import StandstillDetector
+from shardscope.training.tasks.final_export import ENTRY, WAITS
 
 Result = TypeVar("Result")
 
@@ -73,6 +74,8 @@ class PeriodicChecks:
             for rank in self.ranks
         }
         self._is_sampling = False
+        self._export_waits = ""
+        """Why the trained weights are not exported yet; empty if that is not reported."""
         self._scalars = {rank: ScalarFile(folder.tensorboard / f"rank-{rank}") for rank in self.ranks}
         logs = [folder.launcher_log, folder.supervisor_log, *map(folder.log, self.ranks)]
         self._logs = [LogCleaner(path, secrets) for path in logs]
@@ -84,8 +87,9 @@ class PeriodicChecks:
 
     @property
     def run_hangs(self) -> bool:
-        """Return whether the run was reported to hang, on any node, and has not recovered."""
-        return self.hangs if self._node_hangs is None else self._node_hangs.hangs
+        """Return whether the run was reported to hang, on any node, or to wait for space on its disk."""
+        hangs = self.hangs if self._node_hangs is None else self._node_hangs.hangs
+        return hangs or bool(self._export_waits)
 
     def check(self, seconds: float, *, is_running: bool) -> str | None:
         """Run all checks once. Return a new message about the running run, or None.
@@ -100,6 +104,12 @@ class PeriodicChecks:
         self._try_check("the GPUs", self._gpus.request_sample)
         if not is_running:
             return None
+        before = self._export_waits
+        self._export_waits = self._try_check("the export", self._read_export) or ""
+        if self._export_waits != before:
+            return self._export_waits or "the trained weights are written"
+        if self._export_waits:  # The ranks do nothing else meanwhile.
+            return None
         hang = self._try_check("a hang", lambda: self._hang.check(new, seconds))
         standstill = self._try_check(
             "a standstill", lambda: self._standstill.check(new, seconds, has_steps=self._hang.has_steps)
@@ -110,6 +120,12 @@ class PeriodicChecks:
             message = self._try_check("hangs of all nodes", lambda: nodes.check(report, message, seconds))
         # The reason of a run that hangs stays that of the hang.
         return message or (None if self.run_hangs else self._report_sampling())
+
+    def _read_export(self) -> str:
+        """Return why the ranks wait to export the trained weights; empty if they do not."""
+        entry = (read_json(self.folder.engine_report(0)) or {}).get(ENTRY)
+        waits = entry.get(WAITS) if isinstance(entry, dict) else None
+        return waits if isinstance(waits, str) else ""
 
     def _report_sampling(self) -> str | None:
         """Return a sentence when lines of metrics were skipped for the first time, else None."""

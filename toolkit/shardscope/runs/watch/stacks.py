@@ -33,6 +33,7 @@ BUSY_WITH = {
     "megatron/core/dist_checkpointing/": "at a checkpoint",
     "shardscope/training/checkpoints/": "at a checkpoint",
     "shardscope/training/weights/pretrained": "at a checkpoint",
+    "shardscope/training/tasks/final_export": "at a checkpoint",
 }
 """Parts of file names on a main thread's stack that explain a delay longer than a step."""
 BUSY_FUNCTIONS = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardscope.core.errors import refuse
-from shardscope.training.checkpoints.folders import is_complete, list_checkpoints
+from shardscope.training.checkpoints.folders import is_complete, list_resumable
 from shardscope.training.checkpoints.manifest import UnsignedError, check_signed, find_damage, read_run
 
 MAX_NAMED = 3
@@ -75,7 +75,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
     """Return a run folder's complete checkpoint with the most steps, whichever user saved it."""
-    return next(reversed(list_checkpoints(folder)), None)
+    return next(reversed(list_resumable(folder)), None)
 
 
 def choose_for_rank(folder: Path) -> Choice:
@@ -151,7 +151,7 @@ def _choose_newest(folders: list[Path]) -> Choice:
     skipped: list[Skipped] = []
     for folder in folders:
         reported: list[Skipped] = []
-        for path in reversed(list_checkpoints(folder)):
+        for path in reversed(list_resumable(folder)):
             if (reason := _explain_skip(path, folder)) is None:
                 return Choice(checkpoint=path, skipped=(*skipped, *reported))
             if not reported or (all(known.is_damaged for known in reported) and not reason.is_damaged):

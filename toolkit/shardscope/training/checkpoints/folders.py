@@ -9,8 +9,13 @@ import re
 import shutil
 from pathlib import Path
 
+from shardscope.records.json_files import read_json
+from shardscope.records.json_values import is_int
+
 POSITION_FILE = "position.json"
 CHECKPOINTS = "checkpoints"
+BEST = "best"
+"""Name of the checkpoint with the lowest validation loss; never deleted by ``keep_last``."""
 OWN_FOLDER = "SHARDSCOPE_OWN_FOLDER"
 """Environment variable, "1" where each node has a run folder of its own: no file system is shared."""
 _STEP = re.compile(r"step-(\d{6,})")
@@ -29,6 +34,24 @@ def is_complete(path: Path) -> bool:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, in the order of their steps."""
     return [path for path in _list_folders(folder) if is_complete(path)]
+
+
+def list_resumable(folder: Path) -> list[Path]:
+    """Return the same with the best one of early stopping, often the only one of a run that was killed.
+
+    Of two with as many steps the best one comes first.
+    """
+    best = Path(folder) / CHECKPOINTS / BEST
+    if not is_complete(best):
+        return list_checkpoints(folder)
+    return sorted([best, *list_checkpoints(folder)], key=_count_steps)
+
+
+def _count_steps(path: Path) -> int:
+    if (match := _STEP.fullmatch(path.name)) is not None:
+        return int(match[1])
+    num_steps = (read_json(path / POSITION_FILE) or {}).get("num_steps_done")
+    return num_steps if is_int(num_steps) else 0
 
 
 def _list_folders(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,21 +25,58 @@ def replace_when_complete(path: Path) -> Iterator[Path]:
     yield temporary
     # Rank 0 must not rename a folder into which another rank still writes.
     dist.barrier()
-    if writes_folder():
-        replace_folder(temporary, path)
     # No rank returns before the rename: one that fails next would end the run, and rank 0 with it.
-    dist.barrier()
+    with raising_on_all_ranks():
+        if writes_folder():
+            replace_folder(temporary, path)
 
 
 def create_temporary(path: Path) -> Path:
     """Create the temporary folder for ``path``. Return it, on all ranks."""
     temporary = path.with_name(f".{path.name}.partial")
-    if writes_folder():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    dist.barrier()
+    with raising_on_all_ranks():
+        if writes_folder():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
     return temporary
+
+
+@contextmanager
+def raising_on_all_ranks() -> Iterator[None]:
+    """Raise the ``OSError`` of one rank's block on all of them, which leave the block together.
+
+    The others would wait for it in their next collective. Errors of libraries in Rust become an ``OSError``.
+    """
+    error: OSError | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = as_os_error(raised)
+        if error is None:
+            raise
+    own = None if error is None else (error.errno, error.strerror or str(error), error.filename)
+    errors: list[tuple[int, str, str | None] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, own)
+    if error is not None:
+        raise error
+    if other := next(filter(None, errors), None):
+        raise OSError(*other)
+
+
+def as_os_error(error: Exception) -> OSError | None:
+    """Return ``error`` as an ``OSError``; None if it is another one.
+
+    Libraries in Rust, such as safetensors and tokenizers, only name the number in their text.
+    """
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number is None:
+        return None
+    converted = OSError(int(number[1]), os.strerror(int(number[1])))
+    converted.__cause__ = error
+    return converted
 
 
 def writes_folder() -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 MAX_REPEATED_ROWS = 500
-"""Rows in a row that repeat prompts, or have none, before no more are read."""
+"""Rows in a row that repeat prompts, or have none, before only as many of the others are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,17 +168,20 @@ def read_prompts(
     """Yield the prompt of each conversation: all before the assistant's last turn.
 
     Rows without one are left out, such as malformed ones, prompts of over ``max_tokens`` tokens, and those
-    with the tokens of an earlier one. Ends early after :data:`MAX_REPEATED_ROWS` rows without a new prompt,
-    once there is one. Each prompt has another text, by which samples are told apart. Raises ``ValueError`` if
-    no conversation can be encoded.
+    with the tokens of an earlier one. After :data:`MAX_REPEATED_ROWS` rows without a new prompt, once there
+    is one, only as many of the others are read, evenly spaced. Each prompt has another text, by which samples
+    are told apart. Raises ``ValueError`` if no conversation can be encoded.
     """
     seen_ids, texts = set[tuple[int, ...]](), set[str]()
     problem: ValueError | None = None
-    num_rows_since = num_encoded = 0
-    for index in indices:
+    num_rows_since = num_encoded = num_read = stride = 0
+    while num_read < len(indices):
+        index = indices[num_read]
         num_rows_since += 1
-        if seen_ids and num_rows_since > MAX_REPEATED_ROWS:
-            return
+        if seen_ids and num_rows_since > MAX_REPEATED_ROWS and not stride:
+            # Data are often sorted by their prompt, such as many answers to each.
+            stride = max(1, (len(indices) - num_read) // MAX_REPEATED_ROWS)
+        num_read += stride or 1
         try:
             messages = read_example(format, rows[index]).messages
             turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from shardscope.core.errors import check_choice, refuse
+from shardscope.core.errors import check_choice, refuse, warn_user
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_config
 from shardscope.records.json_files import read_json
@@ -299,7 +299,8 @@ class Finetune(TextTask):
         every = self.validate_every or max(1, num_steps // 10)
         state = position.get("validation")
         state = state if isinstance(state, dict) else {}
-        return batches, num_steps, Validation.resume(for_validation, every, self.early_stopping, state)
+        validation = Validation.resume(for_validation, every, self.early_stopping, state, resumed)
+        return batches, num_steps, validation
 
     def _add_reference(
         self, ctx: TrainingContext, batches: Batches, for_validation: Batches | None, resumed: Path | None
@@ -329,13 +330,15 @@ class Finetune(TextTask):
         # Rank 0 reads the data for all.
         broadcast: list[tuple[Prompt, ...] | None] = [None]
         if ctx.rank == 0:
-            broadcast = [self._encode_prompts(tokenizer, seq_len)]
+            prompts = self._encode_prompts(tokenizer, seq_len)
+            if notice := self._describe_missing_prompts(prompts, seq_len):
+                print(notice, flush=True)
+            broadcast = [prompts]
         dist.broadcast_object_list(broadcast, src=0, device=torch.device("cpu"))
-        prompts = broadcast[0]
-        assert prompts is not None, "rank 0 sent them"
+        assert broadcast[0] is not None, "rank 0 sent them"
         every = num_steps // 10 if validation is None else validation.every
         return SampleGenerations(
-            prompts=prompts,
+            prompts=broadcast[0],
             every=self.sample_every or max(1, every),
             max_new_tokens=min(self.max_new_tokens, seq_len - 1),
             end_ids=frozenset(find_end_ids(tokenizer, self.folder.eos_token_id)),
@@ -367,6 +370,17 @@ class Finetune(TextTask):
             allowed = f"a list of prompts: no row has one shorter than {seq_len:,} tokens, the plan's seq_len"
             refuse(field, self.samples, allowed, {"samples": ()})
         return first
+
+    def _describe_missing_prompts(self, prompts: Sequence[Prompt], seq_len: int) -> str:
+        """Return that there are fewer ``prompts`` than requested; empty if there are not."""
+        if not isinstance(self.samples, int) or len(prompts) == self.samples:
+            return ""
+        source = "data" if self.validation is None else "validation data"
+        return (
+            f"{self._field('samples')} is {self.samples}, and {len(prompts)} will be answered: the rows that "
+            f"were read of the {source} have no more different prompts shorter than {seq_len:,} tokens. "
+            "Nearest fix: a list of prompts, samples=[...]"
+        )
 
     def _read_examples(
         self, ctx: TrainingContext, position: Mapping[str, object]
@@ -509,7 +523,9 @@ class Finetune(TextTask):
             check_row_lengths(self, self._rows, plan.recipe.seq_len)
         if self.samples:
             # Ranks would raise it when they have built the model.
-            self._encode_prompts(WeightsTokenizer(self.folder).load(), plan.recipe.seq_len)
+            prompts = self._encode_prompts(WeightsTokenizer(self.folder).load(), plan.recipe.seq_len)
+            if notice := self._describe_missing_prompts(prompts, plan.recipe.seq_len):
+                warn_user(f"{notice}.")
 
     def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
         fraction = self.validation if field == "data" and isinstance(self.validation, float) else None

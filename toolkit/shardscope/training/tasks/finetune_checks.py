@@ -119,7 +119,7 @@ def check_samples(task: Finetune) -> int | tuple[str, ...]:
     is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
     texts = list(prompts) if is_list else []
     if not is_list or len(texts) > MAX_PROMPTS or not all(isinstance(text, str) for text in texts):
-        value = f"{len(texts)} entries" if texts else prompts
+        value = f"a list of {len(texts)}" if len(texts) > MAX_PROMPTS else prompts
         allowed = f"a list of at most {MAX_PROMPTS} texts, or their number"
         refuse(field, value, allowed, {"samples": ["Who are you?"]})
     for text in texts:

@@ -11,6 +11,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -39,7 +40,7 @@ from shardscope.training.checkpoints.choice import (
     choose_for_rank,
     find_checkpoint,
 )
-from shardscope.training.checkpoints.folders import POSITION_FILE, list_checkpoints
+from shardscope.training.checkpoints.folders import POSITION_FILE, is_complete, list_resumable
 from shardscope.training.checkpoints.manifest import find_damage
 from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
@@ -54,6 +55,7 @@ from shardscope.training.optimizers.schedule import (
     count_warmup_steps,
 )
 from shardscope.training.tasks.disk_space import check_disk_space
+from shardscope.training.tasks.final_export import ENTRY, WORSE, export_when_possible
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +159,7 @@ class TextTask(ABC):
         if self.num_steps is not None:
             self._check_integer("num_steps", 1, MAX_STEPS)
         if self.learning_rate is not None:
-            self._check_number("learning_rate", 10.0)
+            self._check_learning_rate()
         self._check_schedule()
         self._check_number("weight_decay", 1.0)
         self._check_integer("seed", 0, 2**31 - 1)
@@ -182,6 +184,17 @@ class TextTask(ABC):
     def _check_number(self, name: str, high: float) -> None:
         default = getattr(type(self), name)
         check_number(self._field(name), getattr(self, name), low=0.0, high=high, default=default)
+
+    def _check_learning_rate(self) -> None:
+        try:
+            self._check_number("learning_rate", 10.0)
+        except FieldError as error:
+            if error.fix_values != {"learning_rate": 0}:
+                raise
+            # The nearest number, 0, would learn nothing.
+            default = type(self).learning_rate
+            allowed = error.allowed if default is not None else f"{error.allowed}, or None for the usual one"
+            refuse(error.field, self.learning_rate, allowed, Value(default))
 
     def _check_schedule(self) -> None:
         check_choice(self._field("schedule"), self.schedule, SCHEDULER_TYPES)
@@ -308,6 +321,9 @@ class TextTask(ABC):
             validation=validation,
             samples=self.prepare_samples(ctx, num_steps, validation),
         )
+        if is_complete and validation is not None and (worse := validation.describe_worse()):
+            print(f"warning: {worse}", flush=True)
+            ctx.record(WORSE, {"why": worse})
         # A stopped run is not exported: it is resumed from its checkpoint, and exported at its end.
         if self.export and is_complete:
             self._export_model(ctx, validation)
@@ -324,14 +340,15 @@ class TextTask(ABC):
     def _export_model(self, ctx: TrainingContext, validation: Validation | None) -> None:
         """Export the best weights, or without validation the last ones. Called by all ranks."""
         engine = ctx.engine
-        if validation is not None and validation.best_checkpoint is not None:
-            engine.load(validation.best_checkpoint)
+        best = None if validation is None else validation.best_checkpoint
+        if best is not None and is_complete(best):
+            engine.load(best)
             done = format_count(engine.num_steps_done, "step")
             print(f"exporting the weights after {done}, the best", flush=True)
-        engine.export(EXPORT)
-        ctx.record("export", {"num_steps_done": engine.num_steps_done})
-        if ctx.rank == 0:
-            self.complete_export(ctx.folder / EXPORT, ctx.plan)
+        elif best is not None:
+            print(f"the best weights, {best}, are gone: exporting the last ones", flush=True)
+        export_when_possible(ctx, partial(self.complete_export, plan=ctx.plan))
+        ctx.record(ENTRY, {"num_steps_done": engine.num_steps_done})
         print(f"exported {EXPORT}", flush=True)
 
     def build_schedule(self, plan: Plan, num_steps: int) -> Schedule:
@@ -481,8 +498,9 @@ class TextTask(ABC):
             return
         warn_user(
             f"{self._field('num_steps')} is {total:,}, the total with the steps before; {checkpoint} has "
-            f"{format_count(done, 'step')} already, so nothing will be trained. Nearest fix: "
-            f"num_steps={done + total}, for {total:,} more."
+            f"{format_count(done, 'step')} already, so nothing will be trained"
+            f"{', only exported' if self.export else ''}. Nearest fix: num_steps={done + total}, for "
+            f"{total:,} more."
         )
 
     def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
@@ -531,7 +549,7 @@ def check_loads(
     resumed run. Return its warnings as text. ``seed`` and ``frozen_base`` are those of the resuming task.
     """
     if (damage := find_damage(checkpoint)) is not None:
-        intact = [path for path in list_checkpoints(checkpoint.parent.parent) if find_damage(path) is None]
+        intact = [path for path in list_resumable(checkpoint.parent.parent) if find_damage(path) is None]
         fix = f"resume={str(intact[-1])!r}" if intact else "another checkpoint, or resume=False"
         refuse(field, str(checkpoint), f"a checkpoint with all of its files: {damage}", fix)
     # The checks of the preflight, on the three facts that they read of a task.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardscope.core.errors import refuse
-from shardscope.training.checkpoints.temporary_folder import replace_when_complete
+from shardscope.training.checkpoints.temporary_folder import raising_on_all_ranks, replace_when_complete
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -63,7 +64,8 @@ def write_pretrained(
 
     ``model`` is the transformers model, sharded or on meta, or its peft wrapper: only its config and its
     family's names on the Hub are read. ``tensors`` have the module's own names. Raises ``ValueError`` for a
-    module that is not a transformers model.
+    module that is not a transformers model. Raises the ``OSError`` of a write on all ranks, which have taken
+    part in all collectives then; no file is left of it.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
@@ -75,20 +77,36 @@ def write_pretrained(
         )
     with replace_when_complete(path) as temporary:
         peft_configs = getattr(model, "peft_config", None)
-        if peft_configs is not None:
-            _write_adapters(temporary, model, peft_configs["default"], dict(tensors))
-            return
-        groups = _group_by_layer(tensors)
-        if dist.get_rank() != 0:
-            # The other ranks take part in the collectives that gather each tensor, and write nothing.
-            for _ in groups:
-                pass
-            return
-        files = _FileWriter(temporary, max_file_bytes)
-        for group in groups:
-            files.add_tensors(_convert_to_hub_names(model, group))
-        files.write_index()
-        _make_exported_config(model, config, files.dtype).save_pretrained(temporary)
+        adapters = None if peft_configs is None else dict(tensors)
+        groups = _group_by_layer(tensors if adapters is None else ())
+        with raising_on_all_ranks():
+            try:
+                if dist.get_rank() == 0 and adapters is None:
+                    _write_model(temporary, model, config, groups, max_file_bytes)
+                elif dist.get_rank() == 0 and peft_configs is not None and adapters is not None:
+                    _write_adapters(temporary, model, peft_configs["default"], adapters)
+            except Exception:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            finally:
+                # Every rank takes part in the collectives that gather each tensor, also after a failed write.
+                for _ in groups:
+                    pass
+
+
+def _write_model(
+    folder: Path,
+    model: torch.nn.Module,
+    config: PreTrainedConfig,
+    groups: Iterable[dict[str, torch.Tensor]],
+    max_file_bytes: int,
+) -> None:
+    """Write ``config.json``, the safetensors files and their index, on rank 0."""
+    files = _FileWriter(folder, max_file_bytes)
+    for group in groups:
+        files.add_tensors(_convert_to_hub_names(model, group))
+    files.write_index()
+    _make_exported_config(model, config, files.dtype).save_pretrained(folder)
 
 
 def _group_by_layer(tensors: FullTensors) -> Iterator[dict[str, torch.Tensor]]:
@@ -128,9 +146,7 @@ def _make_exported_config(
 def _write_adapters(
     folder: Path, model: torch.nn.Module, config: PeftConfig, tensors: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Write peft's own format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
-    if dist.get_rank() != 0:
-        return
+    """Write peft's own format, on rank 0: ``adapter_config.json`` and ``adapter_model.safetensors``."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 

@@ -11,7 +11,7 @@ from shardscope.machine.os_errors import is_absent
 from shardscope.records.folder import RAY, NodeFolder, RunFolder
 from shardscope.records.json_files import read_json
 from shardscope.records.json_values import is_int
-from shardscope.training.checkpoints.folders import list_checkpoints
+from shardscope.training.checkpoints.folders import list_resumable
 
 PATIENCE_SECONDS = 30.0
 """Time without a sign of life, which comes every few seconds, after which the coordinator is lost."""
@@ -141,7 +141,7 @@ class RayWatch:
             return {"status": "stopping", "reason": f"{why}; the other nodes end"}
         if not lost and record.get("verdict") != "failed":
             return None
-        if list_checkpoints(self._folder.path):
+        if list_resumable(self._folder.path):
             fix = "launch again with resume= for its last checkpoint"
         else:
             fix = "it has saved no checkpoint, so launch again; save_every= saves some"

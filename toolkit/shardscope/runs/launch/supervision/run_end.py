@@ -38,8 +38,9 @@ from shardscope.training.checkpoints.folders import (
     CHECKPOINTS,
     OWN_FOLDER,
     delete_unfinished,
-    list_checkpoints,
+    list_resumable,
 )
+from shardscope.training.tasks.final_export import WORSE
 
 FINISH_SECONDS = 1.0
 """Time that the final status waits for the last writes of the periodic checks; the rest follows it."""
@@ -183,7 +184,7 @@ class RunEnd:
             log = quote_log_end(self.folder, self.folder.launcher_log, is_crash=is_crash)
             details = {"error": f"{reason}.\n{log}"}
         if status == "finished":
-            reason += self._describe_untrained()
+            reason += self._describe_untrained() + self._describe_worse()
             self._write_model_card()
         if status == "failed" and isinstance(self.folder, NodeFolder):
             reason += describe_full_disks(self.folder, markers)
@@ -303,6 +304,12 @@ class RunEnd:
             f"checkpoint had {format_count(first, 'step')}"
         )
 
+    def _describe_worse(self) -> str:
+        """Return that the model became worse by the training, as a clause; empty if it did not."""
+        entry = (read_json(self.folder.engine_report(0)) or {}).get(WORSE)
+        why = entry.get("why") if isinstance(entry, dict) else None
+        return f"; {why}" if isinstance(why, str) else ""
+
     def _store_measured_step(self) -> None:
         """Keep the measured step time for later predictions; an error here does not fail the run."""
         # Imported lazily: it would slow down the supervisor's start.
@@ -340,7 +347,7 @@ def describe_full_disks(folder: NodeFolder, markers: Sequence[Mapping[str, objec
             clauses[title] = f"; the disk of {title} is full: {room} at {disk.get('folder')}"
     if not clauses:
         return ""
-    kept = list_checkpoints(folder.path)
+    kept = list_resumable(folder.path)
     what = f"kept: {CHECKPOINTS}/{kept[-1].name}" if kept else "no checkpoint was complete"
     return f"{''.join(clauses.values())}; {what}"
 

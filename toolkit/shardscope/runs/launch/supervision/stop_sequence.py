@@ -19,7 +19,7 @@ from shardscope.records.json_values import is_int
 from shardscope.runs.backends.end_notice import EndNotice, read_end_notice
 from shardscope.runs.backends.slurm_job import read_job_id
 from shardscope.runs.stop_request import describe_stop_request
-from shardscope.training.recording import ENTRY
+from shardscope.training.recording import ENTRY, IS_WRITING
 
 TERMINATION_GRACE_SECONDS = 1.5
 """Time from SIGTERM to SIGKILL. Short, because metrics are flushed line by line."""
@@ -27,6 +27,8 @@ KILL_SECONDS = 1.0
 """Time after which SIGKILL is sent again."""
 CHECKPOINT_GRACE_SECONDS = 600.0
 """Time after which ranks that save, or write the trace of a recording, are ended without it."""
+RECORDED_STEP_SECONDS = 60.0
+"""Time that a function which records gets to read a stop: it may have stopped reading commands."""
 HANG_GRACE_SECONDS = 120.0
 """The same for ranks that seem to hang. Not zero: the detection may mistake a slow save for a hang."""
 FAILURE_GRACE_SECONDS = 3.0
@@ -91,6 +93,8 @@ class StopSequence:
         self._notice_deadline = float("inf")
         """Monotonic time until which the ranks can save a checkpoint after that."""
         self._save_requested_at = 0.0
+        self._step_deadline = float("inf")
+        """Monotonic time until which the ranks must have ended the step that they record."""
         self._run = run
         self._read_clock = read_clock
 
@@ -170,7 +174,9 @@ class StopSequence:
         for command in self.control.read():
             if not is_for_attempt(command, self.folder):
                 continue
-            if command.get("command") == "stop":
+            if command.get("command") == "stop" and command.get("kernel_ended") is True:
+                self._begin_end_with_kernel()
+            elif command.get("command") == "stop":
                 checkpoint = command.get("checkpoint") is True
                 self.by_user = self.by_user or "attempt" not in command
                 self.begin(describe_stop_request(command), checkpoint=checkpoint)
@@ -181,11 +187,29 @@ class StopSequence:
                 f"ignored {self.control.num_malformed - malformed} malformed lines of control.jsonl"
             )
 
+    def end_with_kernel(self) -> None:
+        """Stop the run because the kernel that launched it has ended, which no command says."""
+        self._begin_end_with_kernel()
+        if self.phase != "record":
+            return
+        # The ranks end their recording at the end of the step in which they read it.
+        command = {"command": "stop", "time": time.time(), "kernel_ended": True}
+        try:
+            append_line(self.folder.control, {**command, "attempt": self.folder.attempt})
+        except OSError as error:
+            self._run.log(f"the end of the recording could not be requested: {error}")
+            self.terminate(self.reason or "")
+
+    def _begin_end_with_kernel(self) -> None:
+        # A checkpoint or trace that is being saved is what a stop before it was for.
+        if self.phase not in ("checkpoint", "record"):
+            self.begin(describe_stop_request({"kernel_ended": True}), checkpoint=False)
+
     def begin(self, request: str, *, checkpoint: bool) -> None:
         """Begin a stop for ``request``, which becomes its reason."""
         if not checkpoint:
             is_alive = not self.a_rank_died and not self._run.seems_to_hang
-            if self.phase == "run" and is_alive and self._records():
+            if self.phase == "run" and is_alive and self._read_recordings():
                 self._wait_for_recording(request)
             else:
                 self.terminate(request)
@@ -211,18 +235,20 @@ class StopSequence:
         """
         self.phase, self._save_requested_at = "record", self._read_clock()
         self.update_checkpoint_deadline()
+        if self.description.get("trains_the_plan") is not True:
+            self._step_deadline = self._save_requested_at + RECORDED_STEP_SECONDS
         self.reason, self.returned_first = request, False
         writing = "the ranks write the trace of the recorded steps; a second stop ends them without it"
         self._run.set_status("stopping", f"{request}: {writing}")
 
-    def _records(self) -> bool:
-        """Return whether the recording of a rank is in progress."""
+    def _read_recordings(self) -> list[dict[str, object]]:
+        """Return the entries of the ranks whose recording is in progress."""
         world_size = self.description.get("world_size")
         entries = [
             (read_json(self.folder.engine_report(rank)) or {}).get(ENTRY)
             for rank in range(world_size if is_int(world_size) else 1)
         ]
-        return any(isinstance(entry, dict) and entry.get("state") == "recording" for entry in entries)
+        return [entry for entry in entries if isinstance(entry, dict) and entry.get("state") == "recording"]
 
     def update_checkpoint_deadline(self) -> None:
         """Set when the ranks are ended that save or write a trace: sooner if they seem to hang."""
@@ -237,8 +263,13 @@ class StopSequence:
 
     def advance(self) -> None:
         """Escalate to the next phase once the deadline has passed."""
-        if self.phase == "record" and not self.a_rank_died and not self._records():
-            self.terminate(self.reason or "")
+        if self.phase == "record" and not self.a_rank_died:
+            recordings = self._read_recordings()
+            if not recordings:
+                self.terminate(self.reason or "")
+            elif self._read_clock() >= self._step_deadline and not any(e.get(IS_WRITING) for e in recordings):
+                limit = f"{RECORDED_STEP_SECONDS:.0f} s"
+                self.terminate(f"{self.reason}; the task, which records, did not read it within {limit}")
         if self._read_clock() < self.deadline:
             return
         if self.phase == "record" and not self.a_rank_died:
