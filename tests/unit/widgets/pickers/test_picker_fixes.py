@@ -186,6 +186,34 @@ def test_default_degrees_fit_the_model_and_user_degrees_are_kept(studio: Any) ->
     assert studio.plan.layout.tp == 4
 
 
+def test_a_look_at_another_framework_loses_no_option(studio: Any) -> None:
+    """Also after a change of the GPUs, and of options without an input, such as those of an opened plan."""
+    before = studio.plan
+    studio.layout_picker.framework.value = "megatron"
+    studio.layout_picker.framework.value = "fsdp2"
+    assert studio.plan == before
+    studio.apply(replace(before, layout=ss.Layout.megatron(tp=4, pp=2, overlap_grad_reduce=True)))
+    studio.cluster.nodes.value = "4"
+    changed = studio.plan
+    assert (changed.layout.tp, changed.layout.overlap_grad_reduce) == (4, True)
+    for framework in ("fsdp2", "deepspeed", "megatron"):
+        studio.layout_picker.framework.value = framework
+    assert studio.plan == changed
+
+
+def test_degrees_are_chosen_once_the_framework_can_run_the_recipe(studio: Any) -> None:
+    studio.layout_picker.framework.value = "megatron"
+    expected = studio.plan
+    studio.layout_picker.framework.value = "fsdp2"
+    fresh = Studio()
+    fresh.recipe.method.value = "lora"
+    fresh.layout_picker.framework.value = "megatron"
+    assert fresh.is_wrong
+    fresh.recipe.method.value = "full"
+    assert fresh.plan == expected and fresh.plan.memory().fits
+    fresh.close()
+
+
 def test_every_picker_summarizes_its_value(studio: Any) -> None:
     pickers = (studio.architecture, studio.cluster, studio.recipe, studio.layout_picker, studio.options)
     answers = [picker.answer for picker in (*pickers, studio.task)]
