@@ -95,6 +95,26 @@ def test_fix_button_replaces_an_invalid_number(studio: Any) -> None:
     assert studio.options.steps.value == "1" and not row.message and not studio.launch.button.disabled
 
 
+def test_fix_of_an_input_that_may_be_empty_empties_it(studio: Any) -> None:
+    """Regression: the button "Use None" looked for a file of that name."""
+    studio.task.text.value = "absent.txt"
+    row = next(row for row in studio.task.rows.values() if row.message)
+    assert "None" not in read_message(row).rpartition(".")[2]
+    press(row)
+    assert studio.task.text.value == "" and not studio.task.is_wrong
+    assert not studio.launch.button.disabled
+
+
+def test_fix_names_the_entry_of_the_menu(studio: Any) -> None:
+    kernels = studio.recipe.boxes["kernels"]
+    kernels.value = "liger"
+    studio.layout_picker.framework.value = "megatron"
+    row = studio.recipe.rows["kernels"]
+    assert read_message(row).endswith('Choose "framework default"')
+    press(row)
+    assert not studio.is_wrong and studio.plan.recipe.kernels is None
+
+
 def test_misspelled_script_name_has_a_fix(
     studio: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
