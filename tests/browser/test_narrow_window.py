@@ -91,7 +91,13 @@ def check_head(page: Any) -> None:
         for selector in (".ss-what", ".ss-verdict"):
             text = page.locator(f".ss-head {selector}")
             assert text.evaluate(
-                "one => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight"
+                """one => {
+                    const text = document.createRange();
+                    text.selectNodeContents(one);
+                    const edge = document.querySelector('.ss-headline').getBoundingClientRect().right;
+                    return text.getBoundingClientRect().right <= edge
+                        && one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight;
+                }"""
             ), (selector, width, text.inner_text())
         assert page.locator(".ss-rates > span").evaluate_all(
             """numbers => {
