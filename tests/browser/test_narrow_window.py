@@ -108,6 +108,25 @@ def check_head(page: Any) -> None:
         ), width
 
 
+def test_names_of_inputs_take_one_line_where_they_have_the_whole_width(page: Any) -> None:
+    page.set_viewport_size({"width": 900, "height": 900})
+    page.wait_for_timeout(1000)
+    training = open_fold(page, "Training")
+    heights = {
+        name: training.locator(".ss-row > .widget-label", has_text=name).first.bounding_box()["height"]
+        for name in ("Precision", "Micro-batch", "Global batch")
+    }
+    assert len(set(heights.values())) == 1, heights
+    texts = training.locator(".ss-row > .widget-label:first-child").evaluate_all(
+        """labels => labels.filter(label => label.checkVisibility()).map(label => {
+            const text = document.createRange();
+            text.selectNodeContents(label);
+            return [label.innerText, text.getBoundingClientRect().height];
+        })"""
+    )
+    assert all(height < 22 for _, height in texts), texts
+
+
 def test_make_it_fit_asks_before_changing_the_framework(page: Any) -> None:
     fill_input(page, "Model", "llama-3.1-405b")
     nodes = open_fold(page, "GPUs").locator("input").nth(1)
