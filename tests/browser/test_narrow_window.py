@@ -70,6 +70,63 @@ def test_the_verdict_is_never_cut(page: Any) -> None:
         assert verdict.evaluate("element => element.scrollWidth <= element.clientWidth"), width
 
 
+def test_no_text_of_the_head_is_cut_beside_the_file_browser(page: Any) -> None:
+    """Also a long verdict: of adapters on a node whose host memory is not known."""
+    check_head(page)
+    choose(page, "Type", "rtx-4090-24gb")
+    fill_input(page, "GPUs", "1")
+    training = open_fold(page, "Training")
+    training.get_by_text("LoRA", exact=True).click()
+    training.locator(".ss-row", has=page.get_by_text("Recompute")).locator("select").select_option("full")
+    choose(page, "Framework", "DeepSpeed ZeRO")
+    page.wait_for_selector(".ss-verdict[data-state=unknown]")
+    check_head(page)
+
+
+def check_head(page: Any) -> None:
+    """Check that plan, verdict and numbers are whole, in windows from 1,000 pixels to a common laptop's."""
+    for width in (1000, 1366, 1440):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(1000)
+        for selector in (".ss-what", ".ss-verdict"):
+            text = page.locator(f".ss-head {selector}")
+            assert text.evaluate(
+                """one => {
+                    const text = document.createRange();
+                    text.selectNodeContents(one);
+                    const edge = document.querySelector('.ss-headline').getBoundingClientRect().right;
+                    return text.getBoundingClientRect().right <= edge
+                        && one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight;
+                }"""
+            ), (selector, width, text.inner_text())
+        assert page.locator(".ss-rates > span").evaluate_all(
+            """numbers => {
+                const box = document.querySelector('.ss-rates').getBoundingClientRect();
+                return numbers.map(number => number.getBoundingClientRect()).every(
+                    number => number.top >= box.bottom || number.right <= box.right + 1);
+            }"""
+        ), width
+
+
+def test_names_of_inputs_take_one_line_where_they_have_the_whole_width(page: Any) -> None:
+    page.set_viewport_size({"width": 900, "height": 900})
+    page.wait_for_timeout(1000)
+    training = open_fold(page, "Training")
+    heights = {
+        name: training.locator(".ss-row > .widget-label", has_text=name).first.bounding_box()["height"]
+        for name in ("Precision", "Micro-batch", "Global batch")
+    }
+    assert len(set(heights.values())) == 1, heights
+    texts = training.locator(".ss-row > .widget-label:first-child").evaluate_all(
+        """labels => labels.filter(label => label.checkVisibility()).map(label => {
+            const text = document.createRange();
+            text.selectNodeContents(label);
+            return [label.innerText, text.getBoundingClientRect().height];
+        })"""
+    )
+    assert all(height < 22 for _, height in texts), texts
+
+
 def test_make_it_fit_asks_before_changing_the_framework(page: Any) -> None:
     fill_input(page, "Model", "llama-3.1-405b")
     nodes = open_fold(page, "GPUs").locator("input").nth(1)

@@ -131,6 +131,15 @@ def test_host_memory_of_unknown_size_for_building_is_no_reason_to_leave_the_fram
     assert fit is not None and fit.plan.layout == plan.layout and fit.plan.memory().fits
 
 
+def test_the_loss_is_chunked_before_the_framework_changes() -> None:
+    """Adapters on one GPU of 24 GB, on a node of unknown host memory: FSDP2 fits with the loss in chunks."""
+    plan = make_plan("llama-3.1-8b", "1xrtx-4090-24gb", ss.Layout.fsdp2(), method="lora")
+    fit = make_it_fit(plan)
+    assert fit is not None and fit.own_framework_fits
+    assert fit.plan.layout.framework == "fsdp2" and fit.plan.recipe.loss == "chunked"
+    assert fit.plan.memory().fits
+
+
 def test_more_nodes_come_without_changes_that_they_make_superfluous() -> None:
     recipe = ss.Recipe(method="qlora", seq_len=1024, global_batch_size=16, recompute="full")
     cluster = ss.Cluster.parse("2xrtx-4090-24gb")

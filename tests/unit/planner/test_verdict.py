@@ -52,6 +52,16 @@ def test_a_band_whose_top_is_over_the_limit_is_tight() -> None:
     assert format_gib(report.usable_bytes + 2**30) in verdict.reason
 
 
+def test_the_gpu_that_is_meant_is_named() -> None:
+    """Stages of a pipeline need unequal memory: "each GPU" was said of all, and of a single one."""
+    pipeline = make_plan(ss.Layout.megatron(pp=4), model="llama-3.1-70b")
+    stage = pipeline.memory().worst_stage.stage
+    assert not pipeline.memory().fits
+    assert f"on the fullest GPU, stage {stage}, which has" in assess_plan(pipeline).reason
+    single = make_plan(cluster="1xh100-sxm-80gb")
+    assert "on the GPU, which has" in assess_plan(single).reason
+
+
 def test_every_kind_of_memory_that_is_short_is_named() -> None:
     over = assess_plan(make_plan(model="llama-3.1-405b"))
     assert over.state == "does not fit" and not over.runs

@@ -36,6 +36,7 @@ class ScriptChecks(View):
             placeholder="train.py, accelerate.yaml, or a function's name",
         )
         self.path.observe(self._read_code, "value")
+        controls.read_again(self.path, self._read_code)
         self.error, self.list = controls.create_html(), controls.create_html()
         head = controls.create_html(
             "<h2>Your script <span class='ss-hint'>read only: never executed or changed</span></h2>"

@@ -6,7 +6,7 @@ reduces a Studio from 700 models to 200. Widgets whose layout changes later get 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -105,6 +105,12 @@ def create_text_box(value: object, tooltip: str, width: str | None = None, **tra
     # continuous_update is off: half of a number would be read as another plan.
     defaults = {"continuous_update": False, "layout": layout, "style": style, "tooltip": tooltip, **traits}
     return widgets.Text(str(value), **defaults)
+
+
+def read_again(box: widgets.Text, read: Callable[[], object]) -> None:
+    """Call ``read`` at each Enter in ``box``, also if the text is the same: its file may not be."""
+    box.add_class("ss-reads-again")  # The front end reports Enter without a change only of such boxes.
+    box.on_msg(lambda _, content, __: read() if content.get("event") == "submit" else None)
 
 
 def create_text_area(tooltip: str, **traits: object) -> widgets.Textarea:

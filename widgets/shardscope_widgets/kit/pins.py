@@ -24,6 +24,8 @@ MAX_NAMED = 2
 """Differences that a pin's name may have."""
 LABEL_CHARACTERS = 14
 """Characters per line of a chart row's label."""
+SIGN_PLACE = "\N{NO-BREAK SPACE}" * 4
+"""As wide as the sign of a line and a space."""
 SHORT_FIELDS = {
     "micro_batch_size": "micro-batch",
     "global_batch_size": "batch",
@@ -48,10 +50,21 @@ def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
     names: list[PinName] = []
     for pin in pins:
         name = _name_pin(find_differences(plan, pin), pin)
-        # Two pins may differ from the current plan in the same first value.
-        num_same = sum(other.short.partition(" (")[0] == name.short for other in names)
-        names.append(name._replace(short=f"{name.short} ({num_same + 1})") if num_same else name)
+        names.append(_make_unique(name, pin, names, pins))
     return tuple(names)
+
+
+def _make_unique(name: PinName, pin: ss.Plan, names: Sequence[PinName], pins: Sequence[ss.Plan]) -> PinName:
+    """Return ``name``, whose short form begins with what tells ``pin`` from an earlier one of that name."""
+    # Two pins may differ from the current plan in the same first values.
+    same = [other for other, earlier in zip(pins, names, strict=False) if earlier.short == name.short]
+    if not same:
+        return name
+    changes = [change for change in find_differences(same[0], pin) if change.field not in IN_NAME]
+    unique = [f"{_describe_value(change, pin)}, {name.short}" for change in changes]
+    unique += [f"{name.short} ({number})" for number in range(2, len(names) + 2)]
+    taken = {earlier.short for earlier in names}
+    return name._replace(short=next(one for one in unique if one not in taken))
 
 
 def _name_pin(changes: Sequence[Difference], pin: ss.Plan) -> PinName:
@@ -92,12 +105,19 @@ def _describe_value(difference: Difference, pin: ss.Plan) -> str:
     return f"{field} {value:,}" if isinstance(value, int) else f"{field} {value}"
 
 
-def wrap_label(label: str) -> str:
-    """Return a chart row's label as HTML, on at most two lines, shortened with an ellipsis."""
-    lines = wrap(label, LABEL_CHARACTERS)
+def wrap_label(label: str, sign: str = "") -> str:
+    """Return a chart row's label as HTML, on at most two lines, shortened with an ellipsis.
+
+    ``sign`` comes first, such as the dashes of a line.
+    """
+    # In the place of the sign while the text is wrapped.
+    room = SIGN_PLACE if sign else ""
+    lines = wrap(label, LABEL_CHARACTERS, initial_indent=room)
     if len(lines) > 2:
         lines = [lines[0], shorten(" ".join(lines[1:]), LABEL_CHARACTERS, placeholder="…")]
-    cut = (line if len(line) <= LABEL_CHARACTERS else line[: LABEL_CHARACTERS - 1] + "…" for line in lines)
+    cut = [line if len(line) <= LABEL_CHARACTERS else line[: LABEL_CHARACTERS - 1] + "…" for line in lines]
+    if sign and cut:
+        cut[0] = f"{sign} {cut[0].removeprefix(room)}"
     return "<br>".join(escape(line) for line in cut)
 
 

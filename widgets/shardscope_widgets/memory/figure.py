@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope_widgets.kit.chart import Chart
-from shardscope_widgets.kit.pins import LABEL_CHARACTERS, wrap_label
+from shardscope_widgets.kit.pins import wrap_label
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, COMPONENT_PATTERNS, FONT
 from shardscope_widgets.memory.rows import Bar, Mode, ShownMemory, list_bars
 
@@ -374,15 +374,8 @@ def _build_timeline_layout(
     pixels = inner_pixels / top
     labels = [(capacity, f"{format_gib(capacity * GIB)} GiB usable", "")]
     for overlay in overlays:
-        sign = DASH_SIGNS[TIMELINES.index(overlay.name)]
-        label = (
-            overlay.label
-            if len(overlay.label) < LABEL_CHARACTERS
-            else overlay.label[: LABEL_CHARACTERS - 2] + "…"
-        )
-        labels.append(
-            (max(_sum_components(overlay.report), default=0), f"{sign} {escape(label)}", overlay.title)
-        )
+        text = wrap_label(overlay.label, sign=DASH_SIGNS[TIMELINES.index(overlay.name)])
+        labels.append((max(_sum_components(overlay.report), default=0), text, overlay.title))
     return {
         "yaxis2.range": [0, top],
         "shapes": [_build_capacity_line(capacity), *_build_phase_lines()],
@@ -395,13 +388,14 @@ def _place_margin_labels(
 ) -> list[dict[str, object]]:
     """Return labels for the right margin at their heights in GiB, moved apart where they would overlap."""
     placed = []
-    ceiling = top * pixels - TIMELINE_LABEL_PIXELS / 2
+    ceiling = top * pixels
     for height, text, hint in sorted(labels, reverse=True):
-        at = min(height * pixels, ceiling)
-        ceiling = at - TIMELINE_LABEL_PIXELS
+        half = (1 + text.count("<br>")) * TIMELINE_LABEL_PIXELS / 2
+        at = min(height * pixels, ceiling - half)
+        ceiling = at - half
         placed.append({
             "x": 1, "xref": "paper", "xanchor": "left", "xshift": 4, "y": at / pixels, "yref": "y2",
-            "text": text, "hovertext": hint, "showarrow": False, "font": SMALL,
+            "text": text, "hovertext": hint, "showarrow": False, "font": SMALL, "align": "left",
         })  # fmt: skip
     return placed
 

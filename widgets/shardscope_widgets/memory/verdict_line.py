@@ -5,10 +5,9 @@ from __future__ import annotations
 from html import escape
 
 import shardscope as ss
-from shardscope.core.cluster import name_device
 from shardscope.core.number_format import format_gib
 from shardscope.memory.report import MemoryReport
-from shardscope.planner.verdict import Verdict
+from shardscope.planner.verdict import Verdict, describe_place
 
 STATE_CLASSES = {"fits": "ss-fits", "tight": "ss-tight", "unknown": "ss-tight", "does not fit": "ss-lacks"}
 STATE_SIGNS = {"fits": "✓", "tight": "!", "unknown": "?", "does not fit": "✕"}
@@ -28,11 +27,8 @@ def render_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str
 
 def write_verdict(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     """Return one line such as ``Fits: 54.0 of 79.1 GiB on each GPU``, or why the plan may not fit."""
-    unit = name_device(plan.cluster)
-    where = f"on each {unit}" if plan.world_size > 1 else f"on the {unit}"
-    if plan.degrees.pp > 1:
-        where = f"on the fullest {unit}, stage {report.worst_stage.stage}"
-    memory = f"{format_gib(report.peak_bytes)} of {format_gib(report.usable_bytes)} GiB {where}"
+    usable = format_gib(report.usable_bytes)
+    memory = f"{format_gib(report.peak_bytes)} of {usable} GiB on {describe_place(plan, report)}"
     if verdict.state == "does not fit":
         return f"Does not fit: {verdict.reason[:1].lower()}{verdict.reason[1:].rstrip('.')}"
     if verdict.state == "tight":

@@ -51,6 +51,7 @@ class ArchitecturePicker(Picker):
         """Paths that were read, with their content."""
         super().__init__({"model": Row("Model", self.name)}, self.hint)
         self.name.observe(self.read, "value")
+        controls.read_again(self.name, self.read)
         self.read()
 
     @property

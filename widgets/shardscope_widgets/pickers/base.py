@@ -118,10 +118,10 @@ class Picker(widgets.VBox):
         for field, value in values.items():
             box = self.boxes.get(field)
             # ipywidgets' Text accepts only str, and its selections treat None as "nothing selected".
-            if box is not None:
-                box.value = (
-                    str(value) if isinstance(box, widgets.Text) else NOTHING if value is None else value
-                )
+            if isinstance(box, widgets.Text):
+                box.value = "" if value is None else str(value)
+            elif box is not None:
+                box.value = NOTHING if value is None else value
 
     def read(self, change: object = None) -> None:
         """Read the inputs, or show their errors and keep the last valid value."""
@@ -183,9 +183,26 @@ class Picker(widgets.VBox):
         row.show_error(
             message,
             short=f"{error.problem or f'Allowed: {error.allowed}'}.",
-            fix=_label_fix(changes),
+            fix=self._label_fix(changes),
             on_fix=lambda: self.on_fix(changes),
         )
+
+    def _label_fix(self, changes: Mapping[str, object]) -> str:
+        """Return ``Use 66``, or for several changes ``Use tp 2, pp 4``."""
+        if len(changes) > 1:
+            parts = [
+                f"{name.rpartition('.')[2].replace('_', ' ')} {format_fix_value(value)}"
+                for name, value in changes.items()
+            ]
+            return f"Use {', '.join(parts)}"
+        ((name, value),) = changes.items()
+        box = self.boxes.get(name.rpartition(".")[2])
+        if value is None and isinstance(box, widgets.Text):
+            return "Leave it empty"
+        if value is None and isinstance(box, widgets.Dropdown):
+            label = next((label for label, option in box.options if option is NOTHING), "none")
+            return f'Choose "{label}"'
+        return f"Use {format_fix_value(value)}"
 
     def changes_of(self, error: FieldError) -> dict[str, object]:
         """Return the fix of ``error`` as changes of inputs; empty if there is none."""
@@ -210,18 +227,6 @@ class Picker(widgets.VBox):
 def _shorten(error: FieldError) -> str:
     """Return the message at the input itself, which needs no field of the Python API."""
     return f"{error.problem or f'Allowed: {error.allowed}'}. Fix: {error.fix}."
-
-
-def _label_fix(changes: Mapping[str, object]) -> str:
-    """Return ``Use 66``, or for several changes ``Use tp 2, pp 4``."""
-    if len(changes) == 1:
-        (value,) = changes.values()
-        return f"Use {format_fix_value(value)}"
-    parts = [
-        f"{name.rpartition('.')[2].replace('_', ' ')} {format_fix_value(value)}"
-        for name, value in changes.items()
-    ]
-    return f"Use {', '.join(parts)}"
 
 
 def format_fix_value(value: object) -> str:

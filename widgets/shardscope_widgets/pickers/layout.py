@@ -162,12 +162,17 @@ class LayoutPicker(Picker):
             self._first.pop(framework, None)
             self._auto.pop(framework, None)
 
-    def _choose_framework(self, change: object = None) -> None:
+    def _choose_framework(self, change: Mapping[str, str]) -> None:
         """Set degrees that suit the model and the cluster, once for each pair of these."""
-        name, situation = self.framework.value, self._situation
-        if not self._offering and situation is not None and self._first.get(name) != situation[:2]:
-            self._set_first_layout(name)
-            return
+        name, situation, left = self.framework.value, self._situation, change["old"]
+        if not self._offering and situation is not None:
+            # Coming back restores the degrees that are left now, also if the GPUs have changed since they
+            # were set.
+            if self._auto.get(left) != self._layouts[left]:
+                self._first[left] = situation[:2]
+            if self._first.get(name) != situation[:2]:
+                self._set_first_layout(name)
+                return
         self.read()
 
     def _set_first_layout(self, name: str) -> None:
@@ -175,6 +180,11 @@ class LayoutPicker(Picker):
         assert self._situation is not None
         self.set_value(choose_first_layout(name, *self._situation))
         self._auto[name] = self._layouts[name]
+        try:
+            ss.Plan(*self._situation, self._layouts[name])
+        except ValueError:
+            # Such as adapters with Megatron-core: degrees are chosen once the recipe can run.
+            self._first.pop(name)
 
     def build_value(self) -> ss.Layout:
         """Return the layout given by the inputs, adjusted to what can run."""

@@ -169,10 +169,11 @@ class OpenPlan(widgets.VBox):
 
     def _open_path(self, change: object = None) -> None:
         text = self.path.value.strip()
-        if text:
-            self._open_file(lambda: _expand_path(text))
-        else:
+        if not text:
             self.row.show_error("")
+        elif self._open_file(lambda: _expand_path(text)):
+            # Otherwise the same file could not be opened twice in a row: the value would not change.
+            self.path.value = ""
 
     def _open_upload(self, change: object = None) -> None:
         if self.upload.value:
@@ -203,18 +204,20 @@ class OpenPlan(widgets.VBox):
         self.row.show_error("")
         self.words.value = f"Saved as {escape(str(file))}"
 
-    def _open_file(self, find_path: Callable[[], Path]) -> None:
+    def _open_file(self, find_path: Callable[[], Path]) -> bool:
+        """Open a file, and return whether it is a plan."""
         self.words.value = ""
         try:
             # Readers warn about settings that a plan cannot express. "always": Python shows a warning once.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                plan = read_plan(find_path(), self._current())
+                path = find_path()
+                plan = read_plan(path, self._current())
         except (ValueError, OSError) as error:
             short = f"{error.problem}." if isinstance(error, FieldError) and error.problem else ""
             self.row.show_error(str(error), short=short)
-            return
+            return False
         self.row.show_error("")
-        ignored = " ".join(str(warning.message) for warning in caught)
-        self.words.value = escape(ignored)
+        self.words.value = escape(" ".join([f"Opened {path.name}.", *(str(one.message) for one in caught)]))
         self._on_open(plan)
+        return True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 import shardscope as ss
+from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.registry import frameworks
+from shardscope.planner.advice.simplicity import OVERLAP
 from shardscope.planner.differences import does_the_same
 from shardscope_widgets.kit.theme import FRAMEWORK_COLOURS, FRAMEWORK_SIGNS, FRAMEWORK_SYMBOLS
 
@@ -113,6 +116,29 @@ def _find_cells(values: npt.NDArray[np.float64], bounds: tuple[float, float], nu
     return np.clip((share * number).astype(np.int64), 0, number - 1)
 
 
-def is_row(ranking: Ranking, index: int, plan: ss.Plan, peak_bytes: int) -> bool:
-    """Return whether a row is ``plan``, whose peak is ``peak_bytes``."""
-    return peak_bytes == int(ranking.peak_bytes[index]) and does_the_same(ranking.plan(index), plan)
+class CurrentPlan(NamedTuple):
+    """The current plan, and the plan of a search's grid that is marked for it."""
+
+    plan: ss.Plan
+    peak_bytes: int
+    marked: ss.Plan
+    """The plan itself; if it overlaps collectives by options that the grid leaves at their defaults, the plan
+    without them."""
+    marked_bytes: int
+    note: str
+    """Text of the mark."""
+
+    @classmethod
+    def create(cls, plan: ss.Plan) -> CurrentPlan:
+        """Return ``plan`` with the plan that is marked for it."""
+        peak_bytes, layout = plan.memory().peak_bytes, plan.layout
+        usual = {name: getattr(type(layout)(), name) for name in OVERLAP if hasattr(layout, name)}
+        marked = replace(plan, layout=replace_fields(layout, usual))
+        if does_the_same(marked, plan):
+            return cls(plan, peak_bytes, plan, peak_bytes, "this plan")
+        return cls(plan, peak_bytes, marked, marked.memory().peak_bytes, "this plan without overlap")
+
+    def is_row(self, ranking: Ranking, index: int) -> bool:
+        """Return whether a row is the marked plan."""
+        same_bytes = self.marked_bytes == int(ranking.peak_bytes[index])
+        return same_bytes and does_the_same(ranking.plan(index), self.marked)

@@ -18,7 +18,7 @@ from shardscope_widgets.kit.display_names import name_rate_unit
 from shardscope_widgets.kit.numbers import format_dollars, format_short, keep_units
 from shardscope_widgets.pickers.layout import LABELS, VALUE_LABELS
 from shardscope_widgets.plans.feasibility import why_not_launched, why_unknown
-from shardscope_widgets.plans.ranking_rows import Indices, build_signs, is_row
+from shardscope_widgets.plans.ranking_rows import CurrentPlan, Indices, build_signs
 
 if TYPE_CHECKING:
     from shardscope.planner.search.ranking import Ranking
@@ -32,17 +32,13 @@ HEADINGS = {
 }
 
 
-Chosen = tuple[ss.Plan, int]
-"""The current plan and its peak bytes."""
-
-
 def render_page(
     ranking: Ranking,
     order: Indices,
     first: int,
     column: str | None,
     ascending: bool,
-    chosen: Chosen | None,
+    chosen: CurrentPlan | None,
 ) -> str:
     """Return twelve rows from ``first`` on, with sortable headings and rows that apply their plan."""
     shown = order[first : first + ROWS_ON_A_PAGE]
@@ -77,18 +73,18 @@ def _render_heading(name: str, label: str, column: str | None, ascending: bool) 
     return f"<th scope='col'{kind}{sorts}>{button}</th>"
 
 
-def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> str:
+def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: CurrentPlan | None) -> str:
     plan = ranking.plan(index)
     sign = build_signs()[plan.layout.framework]
     row = np.array([index])
     rate = float(ranking.get_tokens_per_second_per_gpu(row)[0])
     costs = ranking.get_cost_per_token(row)
     cost = "–" if costs is None else format_dollars(1e6 * float(costs[0]))
-    current = chosen is not None and is_row(ranking, index, *chosen)
-    kind = " class='ss-current'" if current else ""
+    note = chosen.note if chosen is not None and chosen.is_row(ranking, index) else ""
+    kind = " class='ss-current'" if note else ""
     # A degree and its number stay on one line.
     name = re.sub(r" (?=\d)", "\N{NO-BREAK SPACE}", escape(describe_layout(plan.layout)))
-    notes = ["this plan"] if current else []
+    notes = [note] if note else []
     notes += [
         f"<span title='{escape(reason, quote=True)}'>{label}</span>"
         for label, reason in (
@@ -97,12 +93,12 @@ def _render_row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | Non
         )
         if reason
     ]
-    note = f"<div class='ss-hint'>{', '.join(notes)}</div>" if notes else ""
+    below = f"<div class='ss-hint'>{', '.join(notes)}</div>" if notes else ""
     mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
     return (
         # The whole row can be clicked; its button is for the keyboard and screen readers.
         f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark} "
-        f"<button type='button' data-act='apply:{index}'>{name}</button></div>{note}</td>"
+        f"<button type='button' data-act='apply:{index}'>{name}</button></div>{below}</td>"
         f"<td>{plan.recipe.micro_batch_size}</td>"
         f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{format_short(rate)}</td>"
         f"<td>{scale.format(float(ranking.get_step_seconds(row)[0]))}</td><td>{format_gib(int(ranking.peak_bytes[index]))}</td>"

@@ -25,7 +25,7 @@ from shardscope_widgets.plans.ranking_figure import (
     on_plan_click,
     render_legend,
 )
-from shardscope_widgets.plans.ranking_rows import ASCENDING, Indices, sort_rows
+from shardscope_widgets.plans.ranking_rows import ASCENDING, CurrentPlan, Indices, sort_rows
 from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, render_misses, render_page, render_refusals
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RankingView(View):
         """Create the view. ``work`` is the progress panel; by default one above the chart."""
         self.ranking: Ranking | None = None
         self._on_apply = on_apply
-        self._current: tuple[ss.Plan, int] | None = None
+        self._current: CurrentPlan | None = None
         # A search ends in its own thread, while the user may sort the rows.
         self._lock = threading.RLock()
         self._column: str | None = None
@@ -131,9 +131,9 @@ class RankingView(View):
         """Mark the row and the chart position of the current plan. None removes the marks."""
         with self._lock:
             # plan.memory() is computed once, not for every redraw of the table.
-            before = self._current and self._current[0]
+            before = self._current and self._current.plan
             if plan != before:
-                self._current = None if plan is None else (plan, plan.memory().peak_bytes)
+                self._current = None if plan is None else CurrentPlan.create(plan)
                 self._mark_again()
 
     def _mark_again(self) -> None:
@@ -147,9 +147,8 @@ class RankingView(View):
         """Return peak bytes and tokens per second per GPU of the current plan; None without a time."""
         if self._current is None:
             return None
-        plan, peak_bytes = self._current
         try:
-            return peak_bytes, plan.step().tokens_per_second_per_gpu
+            return self._current.peak_bytes, self._current.plan.step().tokens_per_second_per_gpu
         except ValueError:
             return None
 

@@ -48,16 +48,17 @@ class PlanChanges:
         self._apply(plan)
         if plan != before and not self._inputs.is_wrong:
             name = name_plan(plan, before.recipe)
-            self._notice.show_message(f"Applied {name}.", {"Undo": lambda: self._undo(plan, before)})
+            # Such as other kernels, which names of plans leave out.
+            is_named = name != name_plan(before, before.recipe)
+            message = f"Applied {name}." if is_named else _describe_changes(before, plan, f"Applied {name}.")
+            self._notice.show_message(message, {"Undo": lambda: self._undo(plan, before)})
 
     def apply_suggested(self, before: ss.Plan, plan: ss.Plan) -> None:
         """Apply ``plan``, a change of ``before`` that the Memory tab or a finding suggests."""
         self._apply(plan)
         if plan == before or self._inputs.is_wrong:
             return
-        # The memory of a node is no part of the cluster's text.
-        changes = [name_difference(one) for one in find_differences(before, plan) if one.before != one.after]
-        message = f"Applied: {', '.join(changes)}." if changes else "Applied the fix."
+        message = _describe_changes(before, plan, "Applied the fix.")
         self._notice.show_message(message, {"Undo": lambda: self._undo(plan, before)})
 
     def apply_task(self, boxes: Mapping[str, widgets.ValueWidget], set_inputs: Callable[[], None]) -> None:
@@ -113,6 +114,13 @@ class PlanChanges:
         """Restore ``before``, and reset the framework of the plan that is undone."""
         self._apply(before)
         self._inputs.layout.reset_framework(undone.layout.framework)
+
+
+def _describe_changes(before: ss.Plan, plan: ss.Plan, unnamed: str) -> str:
+    """Return ``Applied: recompute none → full.``; ``unnamed`` for changes that have no name."""
+    # The memory of a node is no part of the cluster's text.
+    changes = [name_difference(one) for one in find_differences(before, plan) if one.before != one.after]
+    return f"Applied: {', '.join(changes)}." if changes else unnamed
 
 
 def _show_input(value: object) -> str:

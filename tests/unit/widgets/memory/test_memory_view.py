@@ -215,6 +215,22 @@ def test_a_pin_with_many_differences_is_named_by_model_and_framework() -> None:
     assert "micro-batch 2" in name.short and "FSDP2" not in name.short
 
 
+def test_pins_of_one_model_and_framework_are_told_apart() -> None:
+    """Seen from another model, both were "Llama 3.1 8B, FSDP2": the second one with "(2)", which was cut."""
+    pins = [build_plan(), build_plan(micro_batch_size=2), build_plan(micro_batch_size=2, recompute="full")]
+    other = replace(build_plan(layout=ss.Layout.zero()), architecture=ss.models["qwen3-8b"])
+    names = [name.short for name in name_pins(pins, other)]
+    assert len(set(names)) == 3 and "micro-batch 2" in names[1] and "recompute full" in names[2]
+    view = MemoryView(other)
+    view.pins = pins
+    view.mode.value = "step"
+    notes = [note for note in view.figure.layout.annotations if note.xref == "paper"]
+    labels = [note.text for note in notes if "usable" not in note.text]
+    assert len(set(labels)) == len(pins)
+    # The margin has room for 16 characters, of which the dashes before the label take five.
+    assert all(len(line) <= 14 for label in labels for line in label.split("<br>")), labels
+
+
 def test_the_check_without_gpus_is_named_so_for_gpus_only() -> None:
     view = MemoryView(build_plan())
     button = view.rehearse.button
@@ -370,7 +386,7 @@ def test_timeline_of_a_pinned_plan_is_labelled_and_within_the_axis() -> None:
         "precondition: the pinned plan exceeds the capacity line"
     )
     assert view.figure.layout.yaxis2.range[1] > max(line.y)
-    assert any("micro-batch" in note.text for note in view.figure.layout.annotations)
+    assert any("micro-<br>batch" in note.text for note in view.figure.layout.annotations)
 
 
 # --------------------------------------------------------------------------------- suggested changes

@@ -95,6 +95,26 @@ def test_fix_button_replaces_an_invalid_number(studio: Any) -> None:
     assert studio.options.steps.value == "1" and not row.message and not studio.launch.button.disabled
 
 
+def test_fix_of_an_input_that_may_be_empty_empties_it(studio: Any) -> None:
+    """Regression: the button "Use None" looked for a file of that name."""
+    studio.task.text.value = "absent.txt"
+    row = next(row for row in studio.task.rows.values() if row.message)
+    assert "None" not in read_message(row).rpartition(".")[2]
+    press(row)
+    assert studio.task.text.value == "" and not studio.task.is_wrong
+    assert not studio.launch.button.disabled
+
+
+def test_fix_names_the_entry_of_the_menu(studio: Any) -> None:
+    kernels = studio.recipe.boxes["kernels"]
+    kernels.value = "liger"
+    studio.layout_picker.framework.value = "megatron"
+    row = studio.recipe.rows["kernels"]
+    assert read_message(row).endswith('Choose "framework default"')
+    press(row)
+    assert not studio.is_wrong and studio.plan.recipe.kernels is None
+
+
 def test_misspelled_script_name_has_a_fix(
     studio: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +204,34 @@ def test_default_degrees_fit_the_model_and_user_degrees_are_kept(studio: Any) ->
     assert studio.plan.layout.tp == 2
     studio.layout_picker.framework.value = "fsdp2"
     assert studio.plan.layout.tp == 4
+
+
+def test_a_look_at_another_framework_loses_no_option(studio: Any) -> None:
+    """Also after a change of the GPUs, and of options without an input, such as those of an opened plan."""
+    before = studio.plan
+    studio.layout_picker.framework.value = "megatron"
+    studio.layout_picker.framework.value = "fsdp2"
+    assert studio.plan == before
+    studio.apply(replace(before, layout=ss.Layout.megatron(tp=4, pp=2, overlap_grad_reduce=True)))
+    studio.cluster.nodes.value = "4"
+    changed = studio.plan
+    assert (changed.layout.tp, changed.layout.overlap_grad_reduce) == (4, True)
+    for framework in ("fsdp2", "deepspeed", "megatron"):
+        studio.layout_picker.framework.value = framework
+    assert studio.plan == changed
+
+
+def test_degrees_are_chosen_once_the_framework_can_run_the_recipe(studio: Any) -> None:
+    studio.layout_picker.framework.value = "megatron"
+    expected = studio.plan
+    studio.layout_picker.framework.value = "fsdp2"
+    fresh = Studio()
+    fresh.recipe.method.value = "lora"
+    fresh.layout_picker.framework.value = "megatron"
+    assert fresh.is_wrong
+    fresh.recipe.method.value = "full"
+    assert fresh.plan == expected and fresh.plan.memory().fits
+    fresh.close()
 
 
 def test_every_picker_summarizes_its_value(studio: Any) -> None:

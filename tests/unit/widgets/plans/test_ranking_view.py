@@ -211,6 +211,21 @@ def test_fault_44_click_on_a_removed_mark_is_ignored(ranking: Any, customdata: o
     click(view, 0, 0, customdata)
 
 
+def test_a_plan_whose_collectives_overlap_is_marked_at_its_row_without_overlap() -> None:
+    """A search leaves these options at their defaults: of advice that turns them on no row was marked."""
+    ranking = ss.search(MODEL, GPUS, RECIPE, frameworks=["megatron"])
+    view, plain = show_all_plans(ranking), ranking.best
+    overlapped = replace(plain, layout=replace(plain.layout, overlap_grad_reduce=True))  # type: ignore[call-arg]
+    for plan, note in ((plain, "this plan"), (overlapped, "this plan without overlap")):
+        view.mark(plan)
+        marked = re.findall(r"<tr data-act='apply:(\d+)' class='ss-current'>", view.table.value)
+        assert marked == [str(ranking.order[0])]
+        assert f">{note}<" in view.table.value.replace(", ", "<")
+        assert view.figure is not None
+        ring = next(trace for trace in view.figure.data if trace.name == "this plan")
+        assert list(ring.y) == pytest.approx([plan.step().tokens_per_second_per_gpu])
+
+
 def test_the_current_plan_is_marked_in_the_chart_and_in_its_legend(ranking: Any) -> None:
     view = RankingView(ranking)
     assert view.figure is not None and "this plan" not in view.key.value

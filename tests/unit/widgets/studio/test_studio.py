@@ -822,6 +822,15 @@ def test_a_plan_applied_from_the_plans_tab_can_be_undone(studio: Studio) -> None
     assert not studio.notice.value
 
 
+def test_an_applied_plan_of_the_same_name_is_reported_by_its_changes(studio: Studio) -> None:
+    """Advice to compile the modules was reported as "Applied FSDP2.", the plan before."""
+    before = studio.plan
+    studio.plans.advice._on_apply(replace(before, recipe=replace(before.recipe, kernels="compiled")))
+    assert "kernels" in studio.notice.value and "torch.compile" in studio.notice.value
+    studio.notice.press_button("Undo")
+    assert studio.plan == before
+
+
 def test_the_reason_why_launch_is_off_is_shown_below_the_button(studio: Studio) -> None:
     assert strip_tags(studio.launch.reason.value) == ""
     studio.recipe.seq_len.value = "many"

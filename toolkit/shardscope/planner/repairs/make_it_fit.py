@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -154,22 +154,32 @@ def _list_searched_plans(plan: Plan, names: Sequence[str]) -> list[Plan]:
         ranking = search(plan.architecture, plan.cluster, plan.recipe, names)
     except ValueError:  # A required figure is not known.
         return []
-    alternative = ranking.alternative
-    # The chunked loss has the same loss curve, another global batch does not.
-    if (
-        alternative is not None
-        and not ranking.num_feasible
-        and alternative.recipe.global_batch_size == plan.recipe.global_batch_size
-    ):
-        ranking = alternative
-    # Take plans of each verdict: the fastest ones alone might all be tight, or all need unknown memory.
-    feasible, known = ranking.is_feasible, ranking.is_room_known
-    easy = ~ranking.is_tight
+    rankings = [ranking, *_list_chunked_rankings(plan, names, ranking)]
     plans: list[Plan] = []
     launched = is_trained(plan)
-    for wanted in (feasible & known & easy, feasible & known & ~easy, feasible & ~known):
-        plans += [keep_options(plan, one) for one in _list_fastest(ranking, np.flatnonzero(wanted), launched)]
+    for one in rankings:
+        # Take plans of each verdict: the fastest ones alone might all be tight, or all need unknown memory.
+        feasible, known, easy = one.is_feasible, one.is_room_known, ~one.is_tight
+        for wanted in (feasible & known & easy, feasible & known & ~easy, feasible & ~known):
+            rows = np.flatnonzero(wanted)
+            plans += [keep_options(plan, fitting) for fitting in _list_fastest(one, rows, launched)]
     return plans
+
+
+def _list_chunked_rankings(plan: Plan, names: Sequence[str], ranking: Ranking) -> list[Ranking]:
+    """Return the ranking with the chunked loss, which has the same loss curve, if no plan of ``ranking`` has
+    room without it: all are tight, or need host memory of unknown size."""
+    has_room = (ranking.is_feasible & ranking.is_room_known & ~ranking.is_tight).any()
+    if has_room or plan.recipe.loss is not None or plan.recipe.kernels is not None:
+        return []
+    # A search without any plan that fits has tried it already, or another global batch, which is no fix.
+    if ranking.alternative is not None:
+        same_batch = ranking.alternative.recipe.global_batch_size == plan.recipe.global_batch_size
+        return [ranking.alternative] if same_batch else []
+    try:
+        return [search(plan.architecture, plan.cluster, replace(plan.recipe, loss="chunked"), names)]
+    except ValueError:  # No framework of ``names`` has it.
+        return []
 
 
 def _list_fastest(ranking: Ranking, rows: NDArray[np.int64], launched: bool) -> list[Plan]:

@@ -24,12 +24,14 @@ function offerAll(root, signal) {
   listen("blur", restore);
 }
 
-/** Let Enter report a change once. ipywidgets tells the kernel "submit" first, which nobody here waits for, and the
- * kernel answers messages one by one: the change itself would come a fifth of the whole wait later.
+/** Let Enter report a change once. ipywidgets tells the kernel "submit" first, for which only a path waits whose file
+ * is read again (controls.read_again), and the kernel answers messages one by one: the change itself would come a fifth
+ * of the whole wait later.
  * @param {Element} root @param {AbortSignal} signal */
 function reportOnce(root, signal) {
   const keepFromIpywidgets = (event) => {
-    if (event.key === "Enter" && event.target instanceof HTMLInputElement) event.stopPropagation();
+    if (event.key !== "Enter" || !(event.target instanceof HTMLInputElement)) return;
+    if (!event.target.closest(".ss-reads-again")) event.stopPropagation();
   };
   root.addEventListener("keypress", keepFromIpywidgets, { capture: true, signal });
 }
