@@ -73,6 +73,21 @@ def compute_norm_after_head(arch: Architecture, modules: Modules, head_input: in
     return arch.hidden_size * (5 * FP32 - normed) - head_input
 
 
+def compute_norm_after_block(arch: Architecture, modules: Modules) -> int:
+    """Return bytes per token at the backward of the norm after a layer's feed-forward; 0 if it has none.
+
+    On top of all that the layer has saved and of the residual stream's gradient, less the normalized input,
+    which is freed by then: the gradient of x^2 and of the product with 1/rms, in five fp32 tensors.
+    """
+    family = find_family(arch)
+    is_after = arch.norms_per_layer == 4 or family.is_post_norm
+    if not is_after or arch.norm != "rmsnorm" or modules.kernels != "transformers":
+        return 0
+    normed = modules.stream if family.is_post_norm else modules.compute
+    freed = (FP32 if family.scales_before_cast else normed) * modules.trained
+    return arch.hidden_size * (5 * FP32 - freed)
+
+
 # ---- Head and loss ----
 
 

@@ -16,6 +16,7 @@ from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.registry import find_family
 from shardscope.memory.activations.float8 import compute_layer_working
 from shardscope.memory.activations.forward import count_inner_gradients, count_mlp_copies
+from shardscope.memory.activations.head import compute_norm_after_block
 from shardscope.memory.activations.modules.attention import (
     compute_saved_scores,
     get_attention_widths,
@@ -70,6 +71,8 @@ class LargestLayer(NamedTuple):
     layer."""
     at_scores: int
     """The same at attention's scores, after the routed experts' backward; 0 in a dense layer, or if fused."""
+    at_norm_after: int
+    """The same at a norm after the feed-forward, whose backward is the layer's first; 0 if there is none."""
     recomputed: int
     """Recomputed activations among these; 0 if this layer is not recomputed."""
     most_recomputed: int
@@ -109,9 +112,18 @@ def find_largest_layer(stage: TransformersActivations) -> LargestLayer:
         at_expert_weights=compute_on_rank(peak.at_expert_weights),
         at_expert_rows=compute_on_rank(peak.at_expert_rows),
         at_scores=where(peak.at_scores == 0, 0, compute_on_rank(peak.at_scores)),
+        at_norm_after=_compute_at_norm_after(stage, layer.recomputed),
         recomputed=tokens * layer.recomputed,
         most_recomputed=tokens * maximum(*(kind.activations.recomputed for kind in stage.kinds)),
     )
+
+
+def _compute_at_norm_after(stage: TransformersActivations, recomputed: int) -> int:
+    norm = compute_norm_after_block(stage.plan.architecture, stage.modules)
+    if not norm:
+        return 0
+    stream = stage.plan.architecture.hidden_size * stage.modules.stream
+    return stage.tokens * (ceil_div(stream + norm, stage.num_stream_shards) + recomputed)
 
 
 def _find_most_activations(stage: TransformersActivations) -> LayerActivations:

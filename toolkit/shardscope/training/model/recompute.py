@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,8 +77,9 @@ def _wrap_forward(layer: torch.nn.Module, recompute: str) -> functools.partial[o
     if recompute == "offload":
         return functools.partial(_run_offloaded, layer, layer.forward)
     if recompute == "selective":
-        context_fn = functools.partial(create_selective_checkpoint_contexts, _choose_policy)
-        return functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context_fn)
+        return functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, context_fn=_create_selective_contexts
+        )
     return functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -189,8 +191,31 @@ class _HostCopy:
         return fetched
 
 
-def _choose_policy(
-    _context: object, operation: object, *_args: object, **_kwargs: object
-) -> CheckpointPolicy:
-    is_saved = operation in _KEPT_BY_SELECTIVE
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+class _KeptOperators(TorchDispatchMode):
+    """One of torch's two modes of selective checkpointing, for the operators alone that are kept.
+
+    torch's modes count the calls of all operators, and a recomputation that has more of any than the forward
+    had is an error (torch 2.13, utils/checkpoint.py, _CachedTorchDispatchMode). ZeRO-3's hooks run inside of
+    the layer: its forward may find weights that were prefetched before, which backward has to all-gather.
+    """
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(
+        self,
+        function: torch._ops.OpOverload[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if function in _KEPT_BY_SELECTIVE:
+            return self._mode.__torch_dispatch__(function, types, args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+
+def _create_selective_contexts() -> tuple[_KeptOperators, _KeptOperators]:
+    """Return the modes of a layer's forward and of its recomputation."""
+    caching, cached = create_selective_checkpoint_contexts(list(_KEPT_BY_SELECTIVE))
+    return _KeptOperators(caching), _KeptOperators(cached)

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import list_mlp_inputs, list_parameter_names
+from shardscope.families.registry import find_family
 from shardscope.frameworks.deepspeed.memory.partition_parameters import shards_tied_head
 from shardscope.memory.activations.forward import compute_layer_activations, compute_unsaved_at_start
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.memory.activations.largest_layer import compute_layer_backward
 from shardscope.memory.activations.modules.attention import compute_saved_scores
+from shardscope.memory.activations.modules.experts import get_expert_row_widths
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -52,6 +54,9 @@ class ActivationSizes(NamedTuple):
     others all are counted at once."""
     attention: int
     """Saved tensors of one layer before its feed-forward."""
+    leaf_rows: int
+    """Rows that the routed experts of a ZeRO-3 leaf have read, which exist while the last of their gradients
+    is computed; 0 for other layers: the hook of each matrix reduces its gradient when the rows are freed."""
     interval: int
     """One of this many layers is recomputed or offloaded; 1: all or none."""
 
@@ -96,11 +101,19 @@ def compute_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> Acti
         has_scores=has_scores,
         fetches_one_by_one=_fetches_one_by_one(plan, modules),
         attention=tokens * map_distinct(lambda tp: _compute_attention_bytes(arch, modules, tp), tp),
+        leaf_rows=ceil_div(tokens * _compute_leaf_rows(arch, modules), tp),
         interval=recipe.recompute_interval if recipe.recompute != "none" else 1,
         unsaved=tokens * map_distinct(lambda tp: compute_unsaved_at_start(arch, modules, tp, 1), tp)
         if recomputes
         else 0,
     )
+
+
+def _compute_leaf_rows(arch: Architecture, modules: Modules) -> int:
+    experts = arch.mixture_of_experts
+    if experts is None or not modules.trained or not find_family(arch).is_zero3_leaf:
+        return 0
+    return experts.num_experts_per_tok * arch.hidden_size * get_expert_row_widths(arch, modules)[0]
 
 
 def _adapts_only_mlp_inputs(arch: Architecture, modules: Modules) -> bool:

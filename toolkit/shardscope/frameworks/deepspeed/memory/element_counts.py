@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import map_distinct, maximum, where
-from shardscope.core.precision import widths
+from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.layout import get_cast_width, get_layout
 from shardscope.frameworks.deepspeed.memory.fp16_optimizer import (
     ALL_REDUCE_ELEMENTS,
@@ -74,6 +74,8 @@ class LayerPhases(NamedTuple):
     """Phases of one decoder layer's backward."""
 
     first_gradient: PhaseElements
+    after_down: PhaseElements
+    """After the gradient of a dense feed-forward's last matrix."""
     before_attention: PhaseElements
     """Between the feed-forward's gradients and attention's."""
     peak: PhaseElements
@@ -283,6 +285,7 @@ def _get_settings(arch: Architecture, recipe: Recipe, layout: ZeroLayout, *, on_
             nvme=get_nvme_options(layout, recipe) if swaps else None,
             norm_width=FP64 // half if offloads_gradients else 0,
             reads_gradients_back=offloads_gradients and on_gpu,
+            main_copy_width=FP32 // half if offloads_gradients and half < FP32 else 0,
             cast_width=get_cast_width(layout, recipe),
         ),
     )
@@ -452,6 +455,7 @@ def _get_layer_phases(part: BackwardPart, next_layer: PhaseElements) -> LayerPha
     matrices = part.feed_forward[:_NUM_MATRICES] or (part.first_gradient,)
     return LayerPhases(
         first_gradient=part.first_gradient,
+        after_down=part.after_down or part.first_gradient,
         before_attention=part.before_attention or part.first_gradient,
         peak=part.peak,
         feed_forward=(*matrices, *matrices[-1:] * (_NUM_MATRICES - len(matrices))),

@@ -46,6 +46,9 @@ class Stage3Options(NamedTuple):
     double precision; 0 if they stay on the device."""
     reads_gradients_back: bool = False
     """Whether a reduced partition is copied back from the host for its norm."""
+    main_copy_width: int = 0
+    """Size of an fp32 element in gradient elements, if reduced gradients are cast to fp32 before they are
+    copied to the host; 0 without offload, and for gradients that are in fp32."""
     cast_width: int = 0
     """Size of an element of the reduction type in gradient elements; 0 if gradients are not cast."""
 

@@ -59,6 +59,9 @@ class BackwardPart(NamedTuple):
     at_logits: PhaseElements | None = None
     """In the head's part, at the maximum while the logits' gradient exists; None: ``peak``. The hook that
     reduces the head's gradient runs after it is freed."""
+    after_down: PhaseElements | None = None
+    """After the gradient of a dense feed-forward's last matrix, which stays autograd's tensor if it is larger
+    than the bucket; None: ``first_gradient``."""
 
 
 class ZeroBuffers(NamedTuple):
@@ -122,7 +125,10 @@ def _list_layer_elements(phases: LayerPhases, kind: LayerKind, down_projection: 
         first, second = matrices[0], matrices[min(1, len(matrices) - 1)]
         # A plain feed-forward and a gated one have equally many candidates.
         copied = PhaseElements(maximum(0, first.staging - down_projection), first.gradients)
-        return [phases.first_gradient, first, copied, second, *attention]
+        feed_forward = [phases.first_gradient, first, copied, second]
+        # A norm after the feed-forward comes first.
+        norms = [phases.first_gradient] * (len(kind.backward) - len(feed_forward) - len(attention))
+        return [*norms, *feed_forward, *attention]
     # Shared experts, if any, the weighting of rows, the down projection, the product, the up projection.
     experts = [phases.first_gradient, matrices[0], phases.first_gradient, phases.last_feed_forward]
     num_shared = len(kind.backward) - len(experts) - len(attention)
@@ -334,8 +340,12 @@ class _BackwardPeaks:
         is_last = point.num_passed == sizes.num_layers - 1
         # At the layer's own maximum: the product of the feed-forward, or attention's scores.
         inside = (saved, maximum(layer.at_product, layer.at_expert_rows) - is_last * sizes.unsaved)
-        at_peak = phases.before_attention if sizes.peaks_in_scores else phases.first_gradient
+        at_peak = where(has_experts, phases.first_gradient, phases.after_down)
+        at_peak = phases.before_attention if sizes.peaks_in_scores else at_peak
         peaks = [self._build_candidate(fraction, inside, _IN_LAYER, at_peak, bucket)]
+        if any_true(layer.at_norm_after):
+            inside = (saved, layer.at_norm_after)
+            peaks.append(self._build_candidate(fraction, inside, _IN_LAYER, phases.first_gradient, bucket))
         if trains_all:
             # At the gradient of the down projection, whose input, the product, is still alive.
             with_product = layer.at_product - sizes.freed[0] + sizes.product
@@ -353,6 +363,8 @@ class _BackwardPeaks:
         freed, in_feed_forward = self._choose_feed_forward_matrix(phases.feed_forward)
         in_dense = layer.at_product - freed
         in_experts = layer.at_expert_weights if trains_all else layer.at_product
+        # Stage 3 reduces a leaf's gradients after its backward.
+        in_experts += self.buffers.gathers_in_forward * sizes.leaf_rows
         # A layer without experts, after layers with experts, cannot free more than is left.
         inside = (saved, maximum(where(has_experts, in_experts, in_dense), -saved))
         elements = where(has_experts & trains_all, phases.last_feed_forward, in_feed_forward)
@@ -398,6 +410,7 @@ class _BackwardPeaks:
             at_expert_weights=fullest.at_expert_weights + change,
             at_scores=fullest.at_scores + (fullest.at_scores != 0) * change,
             at_expert_rows=fullest.at_expert_rows + change,
+            at_norm_after=fullest.at_norm_after + (fullest.at_norm_after != 0) * change,
         )
         return layer, outside + with_it
 

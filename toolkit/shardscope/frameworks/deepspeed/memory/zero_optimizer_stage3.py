@@ -283,6 +283,7 @@ class _StepSimulation:
         before_attention: PhaseElements | None = None
         peak = attention_output = PhaseElements(0, 0)
         at_logits: PhaseElements | None = None
+        after_down: PhaseElements | None = None
         # Whether the feed-forward is done; attention's first gradient ends this phase.
         is_after_feed_forward = False
         for kind, module in events:
@@ -309,7 +310,7 @@ class _StepSimulation:
                 first_gradient = self._build_phase(self.gathered + head_gradient)
             # A leaf's gradients are reduced when all of them exist (leaf_module_config.py).
             if call.is_leaf:
-                leaf_peak, reduction_peak = self._run_leaf_backward(module, feed_forward)
+                leaf_peak, reduction_peak = self._run_leaf_backward(module, feed_forward, tied_gradient)
                 peak = self._raise_peak(peak, tied_gradient + leaf_peak)
                 attention_output = self._raise_peak(attention_output, tied_gradient + reduction_peak)
                 is_after_feed_forward = True
@@ -324,11 +325,19 @@ class _StepSimulation:
                     feed_forward.append(self._build_phase(elements))
                 elif is_after_feed_forward:
                     attention_output = self._raise_peak(attention_output, elements)
+            if self.trains_all and call.is_feed_forward and module.params and after_down is None:
+                after_down = self._build_phase(self.gathered + tied_gradient)
             is_after_feed_forward = call.is_feed_forward or (is_after_feed_forward and not call.in_attention)
         if first_gradient is None:
             first_gradient = self._build_phase(self.gathered + tied_gradient)
         return BackwardPart(
-            first_gradient, peak, before_attention, tuple(feed_forward), attention_output, at_logits
+            first_gradient,
+            peak,
+            before_attention,
+            tuple(feed_forward),
+            attention_output,
+            at_logits,
+            after_down,
         )
 
     def _build_phase(self, staging: int) -> PhaseElements:
@@ -345,7 +354,9 @@ class _StepSimulation:
         """Return the elements of a tied head's gradient after the head's backward."""
         return 0 if 0 in module.params or not self.trains_all else self.tied_head
 
-    def _run_leaf_backward(self, module: TracedModule, feed_forward: list[PhaseElements]) -> tuple[int, int]:
+    def _run_leaf_backward(
+        self, module: TracedModule, feed_forward: list[PhaseElements], tied_gradient: int
+    ) -> tuple[int, int]:
         """Return the maxima of a leaf's backward and of reducing its gradients one by one; release it."""
         params, trained = module.params, module.call.trained
         unreduced = sum(self.sizes[index] for index in params) if trained else 0
@@ -354,7 +365,7 @@ class _StepSimulation:
         shared = sum(self.sizes[index] for index in params[shared_experts:]) if trained else 0
         self.coordinator.free_view(params[shared_experts - 1])
         peak = self.gathered + unreduced - shared
-        feed_forward.append(self._build_phase(peak))
+        feed_forward.append(self._build_phase(peak + tied_gradient))
         self.coordinator.free_view(params[shared_experts - 2])
         peak = max(peak, self.gathered + unreduced)
         reduction_peak = 0
@@ -423,10 +434,12 @@ class _StepSimulation:
         """Return the temporary elements while reduced partitions are copied to the host or to files.
 
         The norm of each partition for the host is computed in double precision, ``NORM_ELEMENTS`` at a time
-        (``_constant_buffered_norm2``).
+        (``_constant_buffered_norm2``). Then all of the partition is cast to fp32 on the device
+        (``_offload_grad_partition_at_boundary``), which is more from twice as many elements on.
         """
         partition, self.largest_partition = self.largest_partition, 0
         norm = self.options.norm_width * min(partition, NORM_ELEMENTS)
+        norm = max(norm, self.options.main_copy_width * partition)
         swapped = 0 if self.optimizer_swapper is None else self.optimizer_swapper.swap_out_gradients()
         return self.options.reads_gradients_back * partition + norm + swapped
 

@@ -22,7 +22,7 @@ from shardscope.memory.activations.forward import (
     list_kept_by_selective,
     list_saved_tensors,
 )
-from shardscope.memory.activations.head import compute_final_norm
+from shardscope.memory.activations.head import compute_final_norm, compute_norm_after_block
 from shardscope.memory.activations.modules.attention import (
     compute_saved_scores,
     compute_scores_in_backward,
@@ -342,6 +342,10 @@ class _Layer:
             peaks = self._list_offloaded_experts() if self.is_offloaded else self._list_experts(alive)
         else:
             peaks = self._list_feed_forward(alive)
+        norm_after = ceil_div(compute_norm_after_block(self.arch, self.modules), self.shards.sequence)
+        if norm_after:
+            saved = self._get_alive(self.all_saved, self.norm_saved)
+            peaks.insert(0, self._build_peak(saved + self.stream + norm_after, 0))
         # The feed-forward's norm.
         alive -= self.feed_forward_saved
         norm_input = self._get_alive(alive, self.norm_saved)
