@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.requirements import needs
 
@@ -40,3 +42,24 @@ def test_gradients_are_those_without_recomputation(recompute: str) -> None:
         assert [layer.num_calls for layer in model] == [1 if choice == "none" else 2] * 2
         gradients.append([rows.grad, *(weight.grad for weight in model.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_function_that_the_layer_compiles_stays_compiled() -> None:
+    graphs: list[object] = []
+
+    def compile_graph(graph: Any, _inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    class Compiles(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.double = torch.compile(lambda rows: (2 * rows).relu(), backend=compile_graph)
+
+        def forward(self, rows: Any) -> object:
+            return self.double(rows) @ rows
+
+    model = torch.nn.ModuleList([Compiles()])
+    apply_recompute(model, "selective")
+    model[0](torch.randn(4, 4, requires_grad=True)).sum().backward()
+    assert graphs

@@ -203,6 +203,11 @@ class _KeptOperators(TorchDispatchMode):
         super().__init__()
         self._mode = mode
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, as torch's own modes: a function that the layer compiles stays compiled."""
+        return True
+
     def __torch_dispatch__(
         self,
         function: torch._ops.OpOverload[..., object],
