@@ -86,7 +86,7 @@ attack: $(STAMP)
 test-kernels: $(STAMP)
 	SHARDSCOPE_KERNELS=all $(BIN)/python -m pytest tests/runs/test_jupyter_kernel.py
 
-# Unit tests and runs with another torch, in an environment of its own: make test-torch TORCH=2.14.1. Without TORCH it is
+# Unit tests and runs with another torch, in an environment of its own: make test-torch TORCH=2.15.0. Without TORCH it is
 # the newest, as users with GPUs get it. Both bring gigabytes of CUDA libraries. PYTHON=python3.13: with another Python; from
 # 3.12 on that brings the newest megatron-core too.
 test-torch:

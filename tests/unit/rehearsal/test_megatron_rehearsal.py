@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,18 @@ def test_repeating_a_stored_rehearsal_gives_the_same_bytes(index: int) -> None:
     assert max(stage.peak.num_bytes for stage in stages) == pytest.approx(sum(row.stored.values()), rel=1e-3)
     assert [stage.num_layers for stage in stages] == list(row.plan.stage_layers)
     assert all({peak.phase for peak in stage.peaks} == set(PHASES) for stage in stages)
+
+
+def test_latent_attention_without_compressed_queries_is_rehearsed_or_rejected() -> None:
+    rows, _ = read_rehearsals([STORED / "megatron-held-out.jsonl"])
+    row = next(row for row in rows if row.name == "megatron-held-out:35")
+    latent = row.plan.architecture.latent_attention
+    assert latent is not None and latent.q_lora_rank is None
+    if find_spec("megatron.core.transformer.mla_qk_norm_config") is None:
+        assert max(stage.peak.num_bytes for stage in rehearse_plan(row.plan)) == sum(row.stored.values())
+    else:
+        with pytest.raises(ValueError, match=r"q_lora_rank .*below 0\.19"):
+            rehearse_plan(row.plan)
 
 
 def test_first_and_last_stages_with_fewer_layers_are_those_of_megatron_core() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,6 +63,8 @@ _DTYPES = {
     "fp16-mixed": torch.float16,
     "fp32": torch.float32,
 }
+_FUSED_QUERY_NORM = "megatron.core.transformer.mla_qk_norm_config"
+"""The module with which megatron-core fuses a norm with the projection of queries, from 0.19 on."""
 
 
 def rehearse(
@@ -81,6 +84,15 @@ def rehearse(
             "fused attention (None or 'flash' from Ampere on) with latent attention: megatron-core's "
             "DotProductAttention lacks its widths",
             {"layout": "fsdp2"} if is_default else {"attention": None},
+        )
+    latent = plan.architecture.latent_attention
+    if latent is not None and latent.q_lora_rank is None and find_spec(_FUSED_QUERY_NORM) is not None:
+        refuse(
+            "LatentAttention.q_lora_rank",
+            None,
+            "a number: this megatron-core normalizes queries that are not compressed in Transformer Engine "
+            "(megatron-core below 0.19 does not)",
+            {"layout": "fsdp2"},
         )
     import_with_fused_regions()
     results = []
