@@ -842,13 +842,14 @@ def make_scheduled_pipeline(
     missing: int | None = None,
     *,
     has_loss: bool = False,
+    has_norm: bool = True,
 ) -> dict[int, Events]:
     """Return 12 steps of four micro-batches in the 1F1B schedule, with messages in a group of all stages.
 
     With a loss, the last stage has a short call of an unknown group after each forward.
 
     A slow rank takes 2,000 ns more in each of the eight forwards and backwards of a step. At the end of it
-    replicas reduce their gradients, and all ranks the gradient norm. All work takes random times.
+    replicas reduce their gradients, and all ranks the gradient norm, if any. All work takes random times.
     """
     random = np.random.default_rng(0)
     everyone = range(num_stages * replicas)
@@ -900,7 +901,8 @@ def make_scheduled_pipeline(
                         call(rank, end + 30, "send", stages)
         for stage in range(num_stages) if replicas > 1 else ():
             reduce([stage * replicas + replica for replica in range(replicas)])
-        reduce(list(everyone))
+        if has_norm:
+            reduce(list(everyone))
         for rank in everyone:
             ranks[rank].append(step(number, begin[rank], clock[rank]))
     return {rank: events for rank, events in ranks.items() if rank != missing}
@@ -932,6 +934,16 @@ def test_the_slow_rank_of_a_pipeline_is_named_with_what_its_work_takes(
     stragglers = load_ranks(tmp_path, ranks, info={"world_size": num_stages * replicas}).stragglers()
     late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]}
     assert late == {slow: pytest.approx(8 * 2_000, rel=0.06)}
+
+
+@pytest.mark.parametrize(("slow", "missing"), [(1, 0), (0, 1), (None, 0)])
+def test_messages_tell_of_stages_that_no_other_calls_compare(
+    tmp_path: Path, slow: int | None, missing: int
+) -> None:
+    """Without a gradient norm, only the other stage's replicas reduced: "no rank is later" was the answer."""
+    ranks = make_scheduled_pipeline(2, 2, slow, missing, has_norm=False)
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": 4}).stragglers()
+    assert [row["rank"] for row in stragglers if row["is_straggler"]] == ([] if slow is None else [slow])
 
 
 @pytest.mark.parametrize("slow", [None, 1])

@@ -73,10 +73,10 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     measured, uncorrected, least, certain = (_Delays(trace.ranks) for _ in range(4))
     is_all_certain = True
     groups = list(_measure_durations(trace, collectives))
-    # Stages wait at messages by the schedule, whichever of them is slow: other calls tell more.
-    has_others = any(not of_calls.is_message.all() for _, of_calls in groups)
+    # Stages wait at messages by the schedule, whichever is slow: other calls of the same ranks tell more.
+    others = [set(ranks.tolist()) for ranks, of_calls in groups if not of_calls.is_message.all()]
     for ranks, of_calls in groups:
-        if has_others and of_calls.is_message.all():
+        if of_calls.is_message.all() and any(other.issuperset(ranks.tolist()) for other in others):
             continue
         delays = _compute_delays(of_calls.corrected)
         measured.add(ranks, delays)
