@@ -100,7 +100,9 @@ def test_invalid_fields_raise(fields: dict[str, Any], field: str) -> None:
         ({"time": timedelta(days=1)}, "1440"),
         ({"time": 90.5}, "91"),
         ({"time": "soon"}, "'1:00:00'"),
-        ({"partition": ["a100", "h100"]}, "'a100'"),
+        ({"partition": ["a100", "h100"]}, "'a100,h100'"),
+        ({"partition": "a100, h100"}, "'a100,h100'"),
+        ({"partition": "a100,"}, "'a100'"),
         ({"account": ""}, "'main'"),
         ({"extra": {"--cpus-per-task": 4}}, "'cpus-per-task'"),
         ({"extra": {"--mem=4G": True}}, "'mem'"),
@@ -293,11 +295,14 @@ def test_a_list_of_partitions_and_no_time_limit_are_taken_as_by_sbatch(
     script, description = submit_with_variables(monkeypatch, commands, ss.Slurm(), tmp_path / "runs")
     assert "#SBATCH --partition=long,big\n" in script and "#SBATCH --time=0\n" in script
     assert description["on"]["fields"]["partition"] == "small,long,big"
-    # Without a time limit, the shortest of the partitions' defaults: one would refuse a longer job.
+    # Without a time limit, the default of the partition in which the job starts: it was the shortest.
     monkeypatch.delenv("SBATCH_TIMELIMIT")
     monkeypatch.delitem(SBATCH_VARIABLES, "SBATCH_TIMELIMIT")
     script, _ = submit_with_variables(monkeypatch, commands, ss.Slurm(), tmp_path / "more")
-    assert "#SBATCH --time=60\n" in script
+    assert "--time=" not in script
+    big = ss.Slurm(partition="small,big,big")
+    script, _ = submit_with_variables(monkeypatch, commands, big, tmp_path / "third")
+    assert "#SBATCH --partition=big\n" in script and "#SBATCH --time=60\n" in script
     with pytest.raises(FieldError, match=r"num_nodes is 2.*partition small"):
         ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(partition="small"), force=True)
     with pytest.raises(FieldError, match=r"Slurm\.partition is 'bog'.*'big'"):
@@ -306,15 +311,29 @@ def test_a_list_of_partitions_and_no_time_limit_are_taken_as_by_sbatch(
 
 def test_several_clusters_are_refused(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job's id would mean another one there, which a stop of the run would cancel."""
-    monkeypatch.setenv("SLURM_CLUSTERS", "cpu,gpu")
-    with pytest.raises(FieldError, match=r"SLURM_CLUSTERS is 'cpu,gpu'.*one cluster"):
-        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), force=True)
+    for clusters in ("cpu,gpu", "ALL"):
+        monkeypatch.setenv("SLURM_CLUSTERS", clusters)
+        with pytest.raises(FieldError, match=rf"SLURM_CLUSTERS is '{clusters}'.*one cluster"):
+            ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), force=True)
 
 
 def test_the_users_cluster_and_token_are_passed_on() -> None:
     """Sites with tokens refused the job, and one for another cluster was submitted to this one."""
     environment = {"SLURM_JWT": "daemon", "SLURM_CLUSTERS": "gpu", "SLURM_JOB_ID": "3"}
     assert clean_environment(environment) == {"SLURM_JWT": "daemon", "SLURM_CLUSTERS": "gpu"}
+
+
+def test_commands_of_the_job_get_neither_token_nor_cluster(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """sbatch passes both on: hours later, an expired token would refuse the requeue at the time limit."""
+    monkeypatch.setenv("SLURM_JWT", "short-lived")
+    monkeypatch.setenv("SLURM_CLUSTERS", "gpu")
+    script, _ = submit_with_variables(monkeypatch, commands, ss.Slurm(setup=["env"]), tmp_path / "runs")
+    assert "SLURM_JWT=short-lived\n" in (commands / "env").read_text()
+    lines, _, _ = script.partition("# command\n")
+    printed = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout
+    assert "PATH=" in printed and "SLURM_JWT" not in printed and "SLURM_CLUSTERS" not in printed
 
 
 def test_a_wrong_sbatch_variable_is_named(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,8 @@ class Partition(NamedTuple):
     """A partition of the cluster."""
 
     name: str
-    default_minutes: int
-    """Minutes that a job without a time limit gets; 0: no limit."""
+    default_minutes: int | None
+    """Minutes that a job without a time limit gets; 0: no limit; None: several partitions differ."""
     nodes: tuple[Node, ...]
 
     @property
@@ -96,7 +96,7 @@ def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) ->
                 "start the notebook on a login node of the cluster",
             )
     clusters = os.environ.get("SLURM_CLUSTERS", "")
-    if "," in clusters or clusters == "all":
+    if "," in clusters or clusters.lower() == "all":
         # The id of the job would mean one of each cluster.
         refuse(
             "the environment variable SLURM_CLUSTERS", clusters, "one cluster", "export SLURM_CLUSTERS=<name>"
@@ -121,10 +121,10 @@ def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) ->
 
 
 def _join_partitions(partitions: Sequence[Partition]) -> Partition:
-    """Return several partitions as one, whose job Slurm starts in the first that has room."""
+    """Return several partitions as one, whose job Slurm starts where it can begin first."""
     nodes = {node.name: node for partition in partitions for node in partition.nodes}
-    # The shortest limit, so that none refuses the job; 0 is none.
-    minutes = min((one.default_minutes for one in partitions if one.default_minutes), default=0)
+    defaults = {one.default_minutes for one in partitions}
+    minutes = defaults.pop() if len(defaults) == 1 else None
     return Partition(",".join(one.name for one in partitions), minutes, tuple(nodes.values()))
 
 
@@ -302,7 +302,8 @@ def build_parameters(
     """
     cluster = plan.cluster
     minutes = partition.default_minutes if target.time is None else parse_minutes(target.time)
-    # sbatch(1): a limit of 0 requests no limit.
+    # sbatch(1): a limit of 0 requests no limit. Without any (None), a job gets the default of the partition
+    # in which it starts (slurm 22.05, src/slurmctld/node_scheduler.c, select_nodes).
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.path.name)
     parameters: dict[str, object] = {
         # Unique: a job whose id is not known yet is cancelled by its name.
@@ -311,7 +312,9 @@ def build_parameters(
         "time": minutes,
         "nodes": cluster.num_nodes,
         "ntasks_per_node": 1,
-        "setup": watch_setup(target.setup),
+        # sbatch passes them on to the job, whose commands ask its own cluster and need no token. One that
+        # expired, by default after half an hour (jwt.html), would refuse the requeue at the time limit.
+        "setup": ["unset SLURM_JWT SLURM_CLUSTERS", *watch_setup(target.setup)],
         # submitit's default is "submitit", which sites that enforce wckeys refuse.
         "wckey": None,
         **{
