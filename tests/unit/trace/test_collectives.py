@@ -354,6 +354,25 @@ def test_gloo_calls_of_one_size_that_begin_in_another_order_are_told_by_their_sh
     assert len(skews) == 40 and sorted(skews) == [0] * 30 + [4] * 10
 
 
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_gloo_calls_of_one_collective_may_have_other_shapes_on_some_ranks(
+    tmp_path: Path, num_others: int
+) -> None:
+    """Such as a loss, [] in the last stage and [1] in the others: no rank was compared with another one."""
+    ranks: dict[int, Events] = {0: [], 1: []}
+    for rank, shape in ((0, [1]), (1, [])):
+        for number in range(10):
+            for call, one in enumerate([shape, *([[1]] * num_others)]):
+                begin = 1_000 * number + 400 * call
+                args = {"Input Dims": [one], "Input type": ["float"]}
+                ranks[rank].append(operator(begin, begin + 9, "c10d::allreduce_"))
+                start = begin + 10 + 50 * rank
+                ranks[rank].append(annotation(start, begin + 300, "gloo:all_reduce", 200, **args))
+    rows = load_ranks(tmp_path, ranks, info={"backend": "gloo"}).collectives()
+    assert len(rows) == 20 * (1 + num_others)
+    assert [to_ns(row["skew_seconds"] or 0) for row in rows] == [50 * (row["rank"] == 0) for row in rows]
+
+
 @pytest.mark.parametrize("odd", ["absent", "stopped", "sizes"])
 def test_a_rank_with_other_calls_leaves_the_others_in_their_group(tmp_path: Path, odd: str) -> None:
     """Of three ranks, one recorded no call, or fewer than the others; or each gathers another size."""
