@@ -953,6 +953,8 @@ def test_the_slow_rank_of_a_pipeline_is_named_with_what_its_work_takes(
     stragglers = load_ranks(tmp_path, ranks, info={"world_size": num_stages * replicas}).stragglers()
     late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]}
     assert late == {slow: pytest.approx(8 * 2_000, rel=0.06)}
+    # Most arrive before the first stage, which is the last one by the schedule.
+    assert f"rank {slow} works 1" in stragglers.text and "longer than the others" in stragglers.text
 
 
 @pytest.mark.parametrize(("slow", "missing"), [(1, 0), (0, 1), (None, 0)])
