@@ -392,6 +392,15 @@ def test_parameters_follow_the_plan(tmp_path: Path) -> None:
     assert additional["no-requeue"] is True and additional["mem"] == "64G"
 
 
+def test_cores_are_the_least_share_of_a_node_with_enough_gpus(tmp_path: Path) -> None:
+    """Nodes with 64 cores and 8 GPUs, or 16 and 2, have 8 a GPU: 2 GPUs had 1 core, for another node's 4."""
+    members = [Node(f"n{cpus}", "", "", cpus, (("a100", num),)) for cpus, num in ((64, 8), (16, 2), (4, 1))]
+    both = Partition("large,small", None, tuple(members))
+    plan = make_plan("2x2xa100-sxm-80gb")
+    parameters = build_parameters(RunFolder(tmp_path), plan, ss.Slurm(), both, starts_again=False)
+    assert parameters["srun_args"] == ["--cpus-per-task=16"] and parameters["time"] is None
+
+
 def test_other_resources_and_cores_per_gpu_are_added_to_the_plans(tmp_path: Path) -> None:
     """Local disks were refused, and Slurm refused cores per GPU beside those per task."""
     plan, target = make_plan("2x4xa100-sxm-80gb"), ss.Slurm(extra={"gres": "lscratch:100", "cpus-per-gpu": 3})

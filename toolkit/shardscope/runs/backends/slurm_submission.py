@@ -326,18 +326,18 @@ def build_parameters(
     # Without the flag Slurm starts the job neither after a preemption nor on request. With it Slurm also
     # starts it again after a node has failed.
     additional: dict[str, object] = {"requeue" if starts_again else "no-requeue": True}
-    cores = min(node.num_cpus for node in partition.nodes)
     if cluster.gpu.name == "cpu":
-        num_cpus = min(cores, cluster.gpus_per_node)
+        num_cpus = min(cluster.gpus_per_node, *(node.num_cpus for node in partition.nodes))
     else:
         kinds = {
             kind for node in partition.nodes for kind, _ in node.gpus if is_same_gpu(kind, cluster.gpu.name)
         }
         kind = f"{kinds.pop()}:" if len(kinds) == 1 and all(kinds) else ""
         additional["gres"] = f"gpu:{kind}{cluster.gpus_per_node}"
-        # A share of the node's cores, as large as the share of its GPUs.
-        most = max(node.count_gpus(cluster.gpu.name) for node in partition.nodes)
-        num_cpus = max(1, cores * cluster.gpus_per_node // most)
+        # A share of the node's cores, as large as the share of its GPUs: the least of the nodes with as many.
+        counts = [(node.num_cpus, node.count_gpus(cluster.gpu.name)) for node in partition.nodes]
+        shares = [cpus * cluster.gpus_per_node // num for cpus, num in counts if num >= cluster.gpus_per_node]
+        num_cpus = max(1, min(shares))
     extra = {name.replace("_", "-"): value for name, value in target.extra.items()}
     if (per_gpu := extra.pop("cpus-per-gpu", None)) is not None:
         # sbatch takes one of the two, and the task has all GPUs of its node.
