@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -399,6 +400,35 @@ def test_cores_are_the_least_share_of_a_node_with_enough_gpus(tmp_path: Path) ->
     plan = make_plan("2x2xa100-sxm-80gb")
     parameters = build_parameters(RunFolder(tmp_path), plan, ss.Slurm(), both, starts_again=False)
     assert parameters["srun_args"] == ["--cpus-per-task=16"] and parameters["time"] is None
+
+
+def test_partitions_whose_gpus_have_another_name_are_left_out_if_there_are_other_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The job requested 4 GPUs of any type, and could start on nodes with V100."""
+    skip_without("submitit")
+
+    def make_partition(name: str, *kinds: str) -> Partition:
+        members = (
+            Node(f"{name}-{number}-{kind}", "", "", 64, ((kind, 4),)) for kind in kinds for number in (1, 2)
+        )
+        return Partition(name, 60, tuple(members))
+
+    mixed, unnamed = make_partition("gpu", "a100", "v100"), make_partition("old", "")
+    only = make_partition("new", "a100")
+    plan = make_plan("2x4xa100-sxm-80gb")
+    for partitions, name, gres in (
+        ((mixed, unnamed, only), "gpu,new", "gpu:a100:4"),
+        ((only, unnamed), "new,old", "gpu:4"),
+        ((unnamed, mixed), "old", "gpu:4"),
+    ):
+        by_name = {one.name: one for one in partitions}
+        monkeypatch.setattr(slurm_submission, "read_partition", by_name.__getitem__)
+        monkeypatch.setattr(shutil, "which", str)
+        target = ss.Slurm(partition=",".join(by_name))
+        joined = slurm_submission.check_submission(plan, target, tmp_path, force=True)
+        parameters = build_parameters(RunFolder(tmp_path), plan, target, joined, starts_again=False)
+        assert joined.name == name and f"'gres': '{gres}'" in str(parameters["additional_parameters"])
 
 
 def test_other_resources_and_cores_per_gpu_are_added_to_the_plans(tmp_path: Path) -> None:

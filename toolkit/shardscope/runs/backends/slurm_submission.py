@@ -114,14 +114,19 @@ def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) ->
             possible.append(partition)
     if not possible:
         raise problems[0]
-    joined = _join_partitions(possible)
+    joined = _join_partitions(possible, plan.cluster.gpu.name)
     if not force:
         check_folder(parent, joined.pool)
     return joined
 
 
-def _join_partitions(partitions: Sequence[Partition]) -> Partition:
+def _join_partitions(partitions: Sequence[Partition], gpu_name: str) -> Partition:
     """Return several partitions as one, whose job Slurm starts where it can begin first."""
+    kinds = [{kind for node in one.nodes for kind, _ in node.gpus} for one in partitions]
+    if gpu_name != "cpu" and not all(is_same_gpu(kind, gpu_name) for kind in set().union(*kinds)):
+        # A job requests one type of GPU for all partitions. Without any, it could start on nodes with others.
+        own = [{kind for kind in names if is_same_gpu(kind, gpu_name)} for names in kinds]
+        partitions = [one for one, names in zip(partitions, own, strict=True) if names == own[0]]
     nodes = {node.name: node for partition in partitions for node in partition.nodes}
     defaults = {one.default_minutes for one in partitions}
     minutes = defaults.pop() if len(defaults) == 1 else None
