@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -100,7 +101,9 @@ def test_invalid_fields_raise(fields: dict[str, Any], field: str) -> None:
         ({"time": timedelta(days=1)}, "1440"),
         ({"time": 90.5}, "91"),
         ({"time": "soon"}, "'1:00:00'"),
-        ({"partition": ["a100", "h100"]}, "'a100'"),
+        ({"partition": ["a100", "h100"]}, "'a100,h100'"),
+        ({"partition": "a100, h100"}, "'a100,h100'"),
+        ({"partition": "a100,"}, "'a100'"),
         ({"account": ""}, "'main'"),
         ({"extra": {"--cpus-per-task": 4}}, "'cpus-per-task'"),
         ({"extra": {"--mem=4G": True}}, "'mem'"),
@@ -293,11 +296,14 @@ def test_a_list_of_partitions_and_no_time_limit_are_taken_as_by_sbatch(
     script, description = submit_with_variables(monkeypatch, commands, ss.Slurm(), tmp_path / "runs")
     assert "#SBATCH --partition=long,big\n" in script and "#SBATCH --time=0\n" in script
     assert description["on"]["fields"]["partition"] == "small,long,big"
-    # Without a time limit, the shortest of the partitions' defaults: one would refuse a longer job.
+    # Without a time limit, the default of the partition in which the job starts: it was the shortest.
     monkeypatch.delenv("SBATCH_TIMELIMIT")
     monkeypatch.delitem(SBATCH_VARIABLES, "SBATCH_TIMELIMIT")
     script, _ = submit_with_variables(monkeypatch, commands, ss.Slurm(), tmp_path / "more")
-    assert "#SBATCH --time=60\n" in script
+    assert "--time=" not in script
+    big = ss.Slurm(partition="small,big,big")
+    script, _ = submit_with_variables(monkeypatch, commands, big, tmp_path / "third")
+    assert "#SBATCH --partition=big\n" in script and "#SBATCH --time=60\n" in script
     with pytest.raises(FieldError, match=r"num_nodes is 2.*partition small"):
         ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(partition="small"), force=True)
     with pytest.raises(FieldError, match=r"Slurm\.partition is 'bog'.*'big'"):
@@ -306,15 +312,29 @@ def test_a_list_of_partitions_and_no_time_limit_are_taken_as_by_sbatch(
 
 def test_several_clusters_are_refused(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job's id would mean another one there, which a stop of the run would cancel."""
-    monkeypatch.setenv("SLURM_CLUSTERS", "cpu,gpu")
-    with pytest.raises(FieldError, match=r"SLURM_CLUSTERS is 'cpu,gpu'.*one cluster"):
-        ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), force=True)
+    for clusters in ("cpu,gpu", "ALL"):
+        monkeypatch.setenv("SLURM_CLUSTERS", clusters)
+        with pytest.raises(FieldError, match=rf"SLURM_CLUSTERS is '{clusters}'.*one cluster"):
+            ss.launch(make_plan("2x1xcpu"), print, on=ss.Slurm(), force=True)
 
 
 def test_the_users_cluster_and_token_are_passed_on() -> None:
     """Sites with tokens refused the job, and one for another cluster was submitted to this one."""
     environment = {"SLURM_JWT": "daemon", "SLURM_CLUSTERS": "gpu", "SLURM_JOB_ID": "3"}
     assert clean_environment(environment) == {"SLURM_JWT": "daemon", "SLURM_CLUSTERS": "gpu"}
+
+
+def test_commands_of_the_job_get_neither_token_nor_cluster(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """sbatch passes both on: hours later, an expired token would refuse the requeue at the time limit."""
+    monkeypatch.setenv("SLURM_JWT", "short-lived")
+    monkeypatch.setenv("SLURM_CLUSTERS", "gpu")
+    script, _ = submit_with_variables(monkeypatch, commands, ss.Slurm(setup=["env"]), tmp_path / "runs")
+    assert "SLURM_JWT=short-lived\n" in (commands / "env").read_text()
+    lines, _, _ = script.partition("# command\n")
+    printed = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout
+    assert "PATH=" in printed and "SLURM_JWT" not in printed and "SLURM_CLUSTERS" not in printed
 
 
 def test_a_wrong_sbatch_variable_is_named(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +391,44 @@ def test_parameters_follow_the_plan(tmp_path: Path) -> None:
     # Half of the node's GPUs, so half of its cores.
     assert additional["gres"] == "gpu:a100:4" and additional["cpus-per-task"] == 32
     assert additional["no-requeue"] is True and additional["mem"] == "64G"
+
+
+def test_cores_are_the_least_share_of_a_node_with_enough_gpus(tmp_path: Path) -> None:
+    """Nodes with 64 cores and 8 GPUs, or 16 and 2, have 8 a GPU: 2 GPUs had 1 core, for another node's 4."""
+    members = [Node(f"n{cpus}", "", "", cpus, (("a100", num),)) for cpus, num in ((64, 8), (16, 2), (4, 1))]
+    both = Partition("large,small", None, tuple(members))
+    plan = make_plan("2x2xa100-sxm-80gb")
+    parameters = build_parameters(RunFolder(tmp_path), plan, ss.Slurm(), both, starts_again=False)
+    assert parameters["srun_args"] == ["--cpus-per-task=16"] and parameters["time"] is None
+
+
+def test_partitions_whose_gpus_have_another_name_are_left_out_if_there_are_other_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The job requested 4 GPUs of any type, and could start on nodes with V100."""
+    skip_without("submitit")
+
+    def make_partition(name: str, *kinds: str) -> Partition:
+        members = (
+            Node(f"{name}-{number}-{kind}", "", "", 64, ((kind, 4),)) for kind in kinds for number in (1, 2)
+        )
+        return Partition(name, 60, tuple(members))
+
+    mixed, unnamed = make_partition("gpu", "a100", "v100"), make_partition("old", "")
+    only = make_partition("new", "a100")
+    plan = make_plan("2x4xa100-sxm-80gb")
+    for partitions, name, gres in (
+        ((mixed, unnamed, only), "gpu,new", "gpu:a100:4"),
+        ((only, unnamed), "new,old", "gpu:4"),
+        ((unnamed, mixed), "old", "gpu:4"),
+    ):
+        by_name = {one.name: one for one in partitions}
+        monkeypatch.setattr(slurm_submission, "read_partition", by_name.__getitem__)
+        monkeypatch.setattr(shutil, "which", str)
+        target = ss.Slurm(partition=",".join(by_name))
+        joined = slurm_submission.check_submission(plan, target, tmp_path, force=True)
+        parameters = build_parameters(RunFolder(tmp_path), plan, target, joined, starts_again=False)
+        assert joined.name == name and f"'gres': '{gres}'" in str(parameters["additional_parameters"])
 
 
 def test_other_resources_and_cores_per_gpu_are_added_to_the_plans(tmp_path: Path) -> None:

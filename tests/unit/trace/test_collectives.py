@@ -354,6 +354,25 @@ def test_gloo_calls_of_one_size_that_begin_in_another_order_are_told_by_their_sh
     assert len(skews) == 40 and sorted(skews) == [0] * 30 + [4] * 10
 
 
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_gloo_calls_of_one_collective_may_have_other_shapes_on_some_ranks(
+    tmp_path: Path, num_others: int
+) -> None:
+    """Such as a loss, [] in the last stage and [1] in the others: no rank was compared with another one."""
+    ranks: dict[int, Events] = {0: [], 1: []}
+    for rank, shape in ((0, [1]), (1, [])):
+        for number in range(10):
+            for call, one in enumerate([shape, *([[1]] * num_others)]):
+                begin = 1_000 * number + 400 * call
+                args = {"Input Dims": [one], "Input type": ["float"]}
+                ranks[rank].append(operator(begin, begin + 9, "c10d::allreduce_"))
+                start = begin + 10 + 50 * rank
+                ranks[rank].append(annotation(start, begin + 300, "gloo:all_reduce", 200, **args))
+    rows = load_ranks(tmp_path, ranks, info={"backend": "gloo"}).collectives()
+    assert len(rows) == 20 * (1 + num_others)
+    assert [to_ns(row["skew_seconds"] or 0) for row in rows] == [50 * (row["rank"] == 0) for row in rows]
+
+
 @pytest.mark.parametrize("odd", ["absent", "stopped", "sizes"])
 def test_a_rank_with_other_calls_leaves_the_others_in_their_group(tmp_path: Path, odd: str) -> None:
     """Of three ranks, one recorded no call, or fewer than the others; or each gathers another size."""
@@ -842,13 +861,14 @@ def make_scheduled_pipeline(
     missing: int | None = None,
     *,
     has_loss: bool = False,
+    has_norm: bool = True,
 ) -> dict[int, Events]:
     """Return 12 steps of four micro-batches in the 1F1B schedule, with messages in a group of all stages.
 
     With a loss, the last stage has a short call of an unknown group after each forward.
 
     A slow rank takes 2,000 ns more in each of the eight forwards and backwards of a step. At the end of it
-    replicas reduce their gradients, and all ranks the gradient norm. All work takes random times.
+    replicas reduce their gradients, and all ranks the gradient norm, if any. All work takes random times.
     """
     random = np.random.default_rng(0)
     everyone = range(num_stages * replicas)
@@ -900,7 +920,8 @@ def make_scheduled_pipeline(
                         call(rank, end + 30, "send", stages)
         for stage in range(num_stages) if replicas > 1 else ():
             reduce([stage * replicas + replica for replica in range(replicas)])
-        reduce(list(everyone))
+        if has_norm:
+            reduce(list(everyone))
         for rank in everyone:
             ranks[rank].append(step(number, begin[rank], clock[rank]))
     return {rank: events for rank, events in ranks.items() if rank != missing}
@@ -932,6 +953,18 @@ def test_the_slow_rank_of_a_pipeline_is_named_with_what_its_work_takes(
     stragglers = load_ranks(tmp_path, ranks, info={"world_size": num_stages * replicas}).stragglers()
     late = {row["rank"]: to_ns(row["late_seconds"]) for row in stragglers if row["is_straggler"]}
     assert late == {slow: pytest.approx(8 * 2_000, rel=0.06)}
+    # Most arrive before the first stage, which is the last one by the schedule.
+    assert f"rank {slow} works 1" in stragglers.text and "longer than the others" in stragglers.text
+
+
+@pytest.mark.parametrize(("slow", "missing"), [(1, 0), (0, 1), (None, 0)])
+def test_messages_tell_of_stages_that_no_other_calls_compare(
+    tmp_path: Path, slow: int | None, missing: int
+) -> None:
+    """Without a gradient norm, only the other stage's replicas reduced: "no rank is later" was the answer."""
+    ranks = make_scheduled_pipeline(2, 2, slow, missing, has_norm=False)
+    stragglers = load_ranks(tmp_path, ranks, info={"world_size": 4}).stragglers()
+    assert [row["rank"] for row in stragglers if row["is_straggler"]] == ([] if slow is None else [slow])
 
 
 @pytest.mark.parametrize("slow", [None, 1])

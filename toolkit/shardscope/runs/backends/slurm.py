@@ -76,7 +76,7 @@ class Slurm:
     """
 
     partition: str | None = None
-    """Partition, or several separated by commas: the job runs in the first of them that has room. None:
+    """Partition, or several separated by commas: the job runs in that in which it can start first. None:
     SBATCH_PARTITION of the environment, or the cluster's default."""
     account: str | None = None
     """Account that is charged; None: SBATCH_ACCOUNT of the environment, or your default account."""
@@ -253,8 +253,8 @@ def _guess_time(value: object) -> int | str:
 
 def _check_text(name: str, value: object, form: re.Pattern[str], allowed: str, example: str) -> None:
     if value is not None and (not isinstance(value, str) or not form.fullmatch(value)):
-        # The first of several: ["a100"].
-        first = form.search(str(value))
+        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        first = form.search(re.sub(r"\s*,\s*", ",", text))
         refuse(f"Slurm.{name}", value, allowed, Value(first[0] if first else example))
 
 

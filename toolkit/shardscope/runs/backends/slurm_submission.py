@@ -68,8 +68,8 @@ class Partition(NamedTuple):
     """A partition of the cluster."""
 
     name: str
-    default_minutes: int
-    """Minutes that a job without a time limit gets; 0: no limit."""
+    default_minutes: int | None
+    """Minutes that a job without a time limit gets; 0: no limit; None: several partitions differ."""
     nodes: tuple[Node, ...]
 
     @property
@@ -96,7 +96,7 @@ def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) ->
                 "start the notebook on a login node of the cluster",
             )
     clusters = os.environ.get("SLURM_CLUSTERS", "")
-    if "," in clusters or clusters == "all":
+    if "," in clusters or clusters.lower() == "all":
         # The id of the job would mean one of each cluster.
         refuse(
             "the environment variable SLURM_CLUSTERS", clusters, "one cluster", "export SLURM_CLUSTERS=<name>"
@@ -114,17 +114,22 @@ def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) ->
             possible.append(partition)
     if not possible:
         raise problems[0]
-    joined = _join_partitions(possible)
+    joined = _join_partitions(possible, plan.cluster.gpu.name)
     if not force:
         check_folder(parent, joined.pool)
     return joined
 
 
-def _join_partitions(partitions: Sequence[Partition]) -> Partition:
-    """Return several partitions as one, whose job Slurm starts in the first that has room."""
+def _join_partitions(partitions: Sequence[Partition], gpu_name: str) -> Partition:
+    """Return several partitions as one, whose job Slurm starts where it can begin first."""
+    kinds = [{kind for node in one.nodes for kind, _ in node.gpus} for one in partitions]
+    if gpu_name != "cpu" and not all(is_same_gpu(kind, gpu_name) for kind in set().union(*kinds)):
+        # A job requests one type of GPU for all partitions. Without any, it could start on nodes with others.
+        own = [{kind for kind in names if is_same_gpu(kind, gpu_name)} for names in kinds]
+        partitions = [one for one, names in zip(partitions, own, strict=True) if names == own[0]]
     nodes = {node.name: node for partition in partitions for node in partition.nodes}
-    # The shortest limit, so that none refuses the job; 0 is none.
-    minutes = min((one.default_minutes for one in partitions if one.default_minutes), default=0)
+    defaults = {one.default_minutes for one in partitions}
+    minutes = defaults.pop() if len(defaults) == 1 else None
     return Partition(",".join(one.name for one in partitions), minutes, tuple(nodes.values()))
 
 
@@ -302,7 +307,8 @@ def build_parameters(
     """
     cluster = plan.cluster
     minutes = partition.default_minutes if target.time is None else parse_minutes(target.time)
-    # sbatch(1): a limit of 0 requests no limit.
+    # sbatch(1): a limit of 0 requests no limit. Without any (None), a job gets the default of the partition
+    # in which it starts (slurm 22.05, src/slurmctld/node_scheduler.c, select_nodes).
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.path.name)
     parameters: dict[str, object] = {
         # Unique: a job whose id is not known yet is cancelled by its name.
@@ -311,7 +317,9 @@ def build_parameters(
         "time": minutes,
         "nodes": cluster.num_nodes,
         "ntasks_per_node": 1,
-        "setup": watch_setup(target.setup),
+        # sbatch passes them on to the job, whose commands ask its own cluster and need no token. One that
+        # expired, by default after half an hour (jwt.html), would refuse the requeue at the time limit.
+        "setup": ["unset SLURM_JWT SLURM_CLUSTERS", *watch_setup(target.setup)],
         # submitit's default is "submitit", which sites that enforce wckeys refuse.
         "wckey": None,
         **{
@@ -323,18 +331,18 @@ def build_parameters(
     # Without the flag Slurm starts the job neither after a preemption nor on request. With it Slurm also
     # starts it again after a node has failed.
     additional: dict[str, object] = {"requeue" if starts_again else "no-requeue": True}
-    cores = min(node.num_cpus for node in partition.nodes)
     if cluster.gpu.name == "cpu":
-        num_cpus = min(cores, cluster.gpus_per_node)
+        num_cpus = min(cluster.gpus_per_node, *(node.num_cpus for node in partition.nodes))
     else:
         kinds = {
             kind for node in partition.nodes for kind, _ in node.gpus if is_same_gpu(kind, cluster.gpu.name)
         }
         kind = f"{kinds.pop()}:" if len(kinds) == 1 and all(kinds) else ""
         additional["gres"] = f"gpu:{kind}{cluster.gpus_per_node}"
-        # A share of the node's cores, as large as the share of its GPUs.
-        most = max(node.count_gpus(cluster.gpu.name) for node in partition.nodes)
-        num_cpus = max(1, cores * cluster.gpus_per_node // most)
+        # A share of the node's cores, as large as the share of its GPUs: the least of the nodes with as many.
+        counts = [(node.num_cpus, node.count_gpus(cluster.gpu.name)) for node in partition.nodes]
+        shares = [cpus * cluster.gpus_per_node // num for cpus, num in counts if num >= cluster.gpus_per_node]
+        num_cpus = max(1, min(shares))
     extra = {name.replace("_", "-"): value for name, value in target.extra.items()}
     if (per_gpu := extra.pop("cpus-per-gpu", None)) is not None:
         # sbatch takes one of the two, and the task has all GPUs of its node.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -282,10 +282,8 @@ def _split_by_request(
     others.
     """
     for key, of_size in by_size.items():
-        by_shape: dict[object, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
-        for call in (call for rank_calls in of_size.values() for call in rank_calls):
-            by_shape[call.shape if key not in sizes else None][call.rank].append(call)
-        for by_rank in by_shape.values():
+        by_shape = _split_by_shape(of_size) if key not in sizes else [of_size]
+        for by_rank in by_shape:
             by_request: dict[str, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
             for rank, rank_calls in by_rank.items():
                 for call in rank_calls:
@@ -300,6 +298,21 @@ def _split_by_request(
                 continue
             for part in by_request.values():
                 yield key, part
+
+
+def _split_by_shape(of_size: Mapping[int, list[Call]]) -> list[Mapping[int, list[Call]]]:
+    """Return calls of one number of elements by their shape.
+
+    If all ranks have as many calls, but of other shapes, these are of one collective: a loss has the shape []
+    in the last stage of a pipeline, and [1] where there is none.
+    """
+    counts = [Counter(call.shape for call in calls) for calls in of_size.values()]
+    if len({count.total() for count in counts}) == 1 and any(count != counts[0] for count in counts):
+        return [of_size]
+    by_shape: dict[object, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+    for call in (call for rank_calls in of_size.values() for call in rank_calls):
+        by_shape[call.shape][call.rank].append(call)
+    return list(by_shape.values())
 
 
 def _leave_group_of_others(call: Call, size: int | None, requests: Requests, recorded: list[int]) -> None:
@@ -356,17 +369,22 @@ def _match_calls(trace: Trace, calls: list[Call]) -> None:
     The ranks leave a collective together, so the shortest duration, that of the last rank to arrive, is the
     transfer time. The others waited for the rest of theirs (TraceLens, docs on NCCL analysis).
     """
-    by_key: dict[tuple[object, ...], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+    by_key: dict[tuple[object, str, str, int | None], dict[int, list[Call]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for call in calls:
         # A stage's sends and receives pair with several others': only groups of two pair up in order.
         if call.kind == "send_recv" and call.group_size != 2:
             continue
-        # Calls that do not name their group (gloo's annotations) may be of several: match them by size, too.
-        named = (call.group,) if call.group else ("", call.elements, call.shape)
-        key = (call.group_ranks, call.kind, *named)
-        by_key[key][call.rank].append(call)
+        # Calls that do not name their group (gloo's annotations) may be of several: match them by size and
+        # shape, too.
+        size = call.elements if not call.group else None
+        by_key[call.group_ranks, call.kind, call.group, size][call.rank].append(call)
+    parts: list[Mapping[int, list[Call]]] = []
+    for (_, _, group, _), of_group in by_key.items():
+        parts += [of_group] if group else _split_by_shape(of_group)
     number = 0
-    for by_rank in by_key.values():
+    for by_rank in parts:
         if len(by_rank) < 2:
             continue
         is_known = next(iter(by_rank.values()))[0].group_ranks is not None

@@ -73,10 +73,10 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     measured, uncorrected, least, certain = (_Delays(trace.ranks) for _ in range(4))
     is_all_certain = True
     groups = list(_measure_durations(trace, collectives))
-    # Stages wait at messages by the schedule, whichever of them is slow: other calls tell more.
-    has_others = any(not of_calls.is_message.all() for _, of_calls in groups)
+    # Stages wait at messages by the schedule, whichever is slow: other calls of the same ranks tell more.
+    others = [set(ranks.tolist()) for ranks, of_calls in groups if not of_calls.is_message.all()]
     for ranks, of_calls in groups:
-        if has_others and of_calls.is_message.all():
+        if of_calls.is_message.all() and any(other.issuperset(ranks.tolist()) for other in others):
             continue
         delays = _compute_delays(of_calls.corrected)
         measured.add(ranks, delays)
@@ -400,11 +400,13 @@ def _describe_stragglers(
     if not num_calls:
         return f"Stragglers: unknown, {_explain_unknown(len(rows), kinds)}"
     calls = "1 collective" if num_calls == 1 else f"{num_calls:,} collectives"
+    has_messages = "send_recv" in kinds
     latest_first = sorted(rows, key=lambda row: -row["late_seconds"])
     stragglers = [row for row in latest_first if row["is_straggler"]]
     if stragglers:
         parts = [
-            f"{_describe_delay(row, step_seconds, has_steps)}, by chance: {format_chance(row['p_value'])})"
+            f"{_describe_delay(row, step_seconds, has_steps, has_messages)}, by chance: "
+            f"{format_chance(row['p_value'])})"
             for row in stragglers[:MAX_NAMED]
         ]
         others = len(stragglers) - MAX_NAMED
@@ -415,7 +417,7 @@ def _describe_stragglers(
         whole = "step" if has_steps else "recording"
         return f"Stragglers: none. At {calls} no rank is later than the others by 1 % of the {whole}."
     chance = format_chance(latest["p_value"])
-    delay = _describe_delay(latest, step_seconds, has_steps).capitalize()
+    delay = _describe_delay(latest, step_seconds, has_steps, has_messages).capitalize()
     by_chance = f"at {calls} one of equally fast ranks would be as late by chance in {chance} of recordings."
     # At a few collectives any delay may be chance. At many, more steps would not change the answer.
     if num_calls >= MIN_CALLS_OF_CERTAINTY and (latest["p_value"] or 0.0) >= 0.5:
@@ -447,12 +449,18 @@ def _explain_unknown(num_ranks: int, kinds: frozenset[str]) -> str:
     )
 
 
-def _describe_delay(row: StragglerRow, step_seconds: float, has_steps: bool) -> str:
-    """Return a rank's delay, with a bracket that is left open."""
+def _describe_delay(
+    row: StragglerRow, step_seconds: float, has_steps: bool, has_messages: bool = False
+) -> str:
+    """Return a rank's delay, with a bracket that is left open.
+
+    With messages, others wait for the rank there, and need not arrive before it at a collective.
+    """
     share = 100 * row["late_seconds"] / step_seconds
     per_step, whole = ("a step", "step") if has_steps else ("in all", "recording")
+    verb, than = ("works", "longer than") if has_messages else ("arrives", "after")
     return (
-        f"rank {row['rank']} arrives {format_seconds(row['late_seconds'])} {per_step} after the others "
+        f"rank {row['rank']} {verb} {format_seconds(row['late_seconds'])} {per_step} {than} the others "
         f"({share:.0f} % of the {whole}"
     )
 
