@@ -55,6 +55,8 @@ class Validation:
         by all ranks together.
         """
         validation = cls(batches, every, patience)
+        if patience is None:  # The last weights are exported, not the best ones of the run before.
+            return validation
         best, number = state.get("best_loss"), state.get("num_without_improvement")
         path = state.get("best_checkpoint")
         if isinstance(best, float) and isinstance(number, int) and isinstance(path, str):
