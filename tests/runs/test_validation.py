@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,30 @@ def test_a_run_that_was_killed_goes_on_from_its_best_weights_also_where_it_was_m
     second = launch(folder, ROWS, runs, Layout.ddp(), num_steps=4, resume=Path(moved), **again)
     assert "resumed from" in second.logs(0) and "checkpoints/best: 2 steps done" in second.logs(0)
     assert evaluate(second.model) == pytest.approx(losses[1], abs=1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeesNoCheckpointOnRank1(ss.Finetune):
+    """Rank 1 finds no complete checkpoint, as on a node that does not share the run folder."""
+
+    def __call__(self, ctx: Any) -> None:
+        is_file: Any = Path.is_file
+        if ctx.rank == 1:
+            Path.is_file = lambda path, **options: "best" not in path.parts and is_file(path, **options)
+        super().__call__(ctx)
+
+
+@thorough()
+def test_ranks_load_the_best_weights_together_or_not_at_all(tmp_path: Path) -> None:
+    """Those that found them waited for the others, until the process group's time was over."""
+    folder = small_model(tmp_path, "llama")
+    recipe = ss.Recipe(seq_len=SEQ_LEN, micro_batch_size=1, global_batch_size=4, precision="fp32")
+    plan = ss.Plan(ss.Architecture.from_hf(folder), ss.Cluster.parse("2xcpu"), recipe, Layout.fsdp2())
+    options: dict[str, Any] = {"validation": VALIDATION_ROWS, "validate_every": 1, "early_stopping": 3}
+    task = SeesNoCheckpointOnRank1(folder, ROWS, num_steps=2, export=True, **options)
+    run = ss.launch(plan, task, folder=tmp_path / "runs")
+    assert run.wait(60) == "finished", run.error
+    assert "exporting the last ones" in run.logs(0) and run.model is not None
 
 
 @thorough()

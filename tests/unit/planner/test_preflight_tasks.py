@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,25 @@ def test_a_rate_that_is_far_too_high_is_reported_with_the_rule(
     if isinstance(task, ss.Pretrain):
         assert isinstance(finding.task, ss.Pretrain) and finding.task.learning_rate == advised
         assert find_by_name(plan, "learning-rate-against-batch", finding.task) is None
+
+
+@pytest.mark.parametrize("rate", [0.0, 8e-5, 0.05])
+def test_only_a_finetune_recommends_a_rate_of_its_own(rate: float) -> None:
+    """A method of that name with other arguments failed the whole preflight."""
+
+    @dataclass(frozen=True)
+    class OwnTask:
+        learning_rate: float | None
+
+        def peak_rate(self) -> float:
+            raise NotImplementedError
+
+        def __call__(self, ctx: object) -> None:
+            raise NotImplementedError
+
+    plan = make_plan(global_batch_size=64, seq_len=4096, layout=ss.Layout.ddp())
+    finding = find_by_name(plan, "learning-rate-against-batch", OwnTask(rate))
+    assert (finding is None) == (rate == 8e-5)
 
 
 @pytest.mark.parametrize("task", [ss.Pretrain, 3, "pretrain"])

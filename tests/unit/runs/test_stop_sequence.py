@@ -156,6 +156,18 @@ def test_the_end_of_the_kernel_keeps_the_trace_of_a_recording(folder: RunFolder)
     assert idle.signals == [signal.SIGTERM]
 
 
+def test_no_attempt_follows_the_end_of_the_kernel(folder: RunFolder) -> None:
+    """A rank that failed meanwhile, or a notice of Slurm, started the run again without its kernel."""
+    for stop, description in ((USER_SAVE, {"trains_the_plan": True}), (None, {})):
+        watched = FakeRun(folder, **description)
+        if stop is not None:
+            watched.stop.begin("job 7 is near its time limit", checkpoint=True)
+        watched.command({"command": "stop", "kernel_ended": True})
+        local = FakeRun(folder)
+        local.stop.end_with_kernel()
+        assert watched.stop.by_user and local.stop.by_user
+
+
 def test_the_end_of_the_kernel_does_not_cut_off_a_checkpoint_that_a_stop_requested(folder: RunFolder) -> None:
     run = FakeRun(folder, trains_the_plan=True)
     run.command(USER_SAVE)

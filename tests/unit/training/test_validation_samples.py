@@ -217,7 +217,7 @@ def test_a_resumed_run_finds_the_best_weights_where_they_are_or_begins_to_count_
     batches: Any = None
     moved = tmp_path / "moved" / "checkpoints"
     (moved / "best").mkdir(parents=True)
-    (moved / "best" / "position.json").write_text("{}")
+    (moved / "best" / "position.json").write_text(json.dumps({"validation": {"best_loss": 1.5}}))
     state = {
         "best_loss": 1.5,
         "num_without_improvement": 2,
@@ -228,6 +228,13 @@ def test_a_resumed_run_finds_the_best_weights_where_they_are_or_begins_to_count_
     without = Validation.resume(batches, 1, 3, state, tmp_path / "other" / "checkpoints" / "step-000005")
     assert without.best_checkpoint is None and without.best_loss == float("inf")
     assert without.num_without_improvement == 0
+    # Without early stopping the last weights are exported: they were the best ones of the run before.
+    assert Validation.resume(batches, 1, None, state, moved / "step-000005").best_checkpoint is None
+    # Another run, launched at the old path since: its weights were loaded, and exported as the best ones.
+    another = Path(str(state["best_checkpoint"]))
+    another.mkdir(parents=True)
+    (another / "position.json").write_text(json.dumps({"validation": {"best_loss": 0.5}}))
+    assert Validation.resume(batches, 1, 3, state, moved / "step-000005").best_checkpoint == moved / "best"
 
 
 def test_generations_take_a_quarter_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

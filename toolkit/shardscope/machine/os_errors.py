@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors for no space, no quota and the maximum file size (RLIMIT_FSIZE; Python ignores SIGXFSZ)."""
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 _SHORTAGES = {
     errno.EMFILE: "this process has no free file descriptor (close files, or raise ulimit -n)",

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from shardscope.core.number_format import format_count
+from shardscope.records.json_files import read_json
 from shardscope.records.metrics_table import compute_perplexity
-from shardscope.training.checkpoints.folders import BEST, CHECKPOINTS, is_complete
+from shardscope.training.checkpoints.folders import BEST, CHECKPOINTS, POSITION_FILE, is_complete
 from shardscope.training.data.batches import Batches
 from shardscope.training.micro_batches import count_labels
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from shardscope.training.engine import Context, Engine
 
@@ -50,15 +51,18 @@ class Validation:
     ) -> Validation:
         """Return a validation that continues ``state``, which :meth:`describe_state` returned.
 
-        ``resumed`` is the checkpoint that has it. Without the best checkpoint, the count begins again.
+        ``resumed`` is the checkpoint that has it. Without the best checkpoint, the count begins again. Called
+        by all ranks together.
         """
         validation = cls(batches, every, patience)
+        if patience is None:  # The last weights are exported, not the best ones of the run before.
+            return validation
         best, number = state.get("best_loss"), state.get("num_without_improvement")
         path = state.get("best_checkpoint")
         if isinstance(best, float) and isinstance(number, int) and isinstance(path, str):
             # A run folder that was moved or copied has it beside the other checkpoints.
             candidates = [Path(path), *([] if resumed is None else [resumed.parent / BEST])]
-            found = next(filter(is_complete, candidates), None)
+            found = _find_best(candidates, best)
             if found is None:
                 print(f"the best weights so far, {path}, are gone: the best of this run are kept", flush=True)
                 return validation
@@ -84,6 +88,13 @@ class Validation:
     def is_exhausted(self) -> bool:
         """Return whether early stopping ends the run."""
         return self.patience is not None and self.num_without_improvement >= self.patience
+
+    def has_best_checkpoint(self) -> bool:
+        """Return whether every rank finds the best checkpoint, so that all of them can load it together."""
+        is_there = self.best_checkpoint is not None and is_complete(self.best_checkpoint)
+        answers = [False] * dist.get_world_size()
+        dist.all_gather_object(answers, is_there)
+        return all(answers)
 
     def describe_worse(self) -> str:
         """Return that the weights that are kept have a higher loss than the initial ones; else empty."""
@@ -122,6 +133,21 @@ class Validation:
         self.num_without_improvement = 0 if is_best else self.num_without_improvement + 1
         engine.validation_state = self.describe_state()
         return is_best
+
+
+def _find_best(candidates: Sequence[Path], loss: float) -> Path | None:
+    """Return the checkpoint with that best loss, the same on all ranks; None if there is none.
+
+    At the path of a run folder that was moved there may be another run by now.
+    """
+    best: list[Path | None] = [None]
+    for path in reversed(candidates):
+        state = (read_json(path / POSITION_FILE) or {}).get("validation")
+        if isinstance(state, dict) and state.get("best_loss") == loss:
+            best = [path]
+    if dist.is_initialized():  # Rank 0 looks for all: ranks that disagree would hang in the next save.
+        dist.broadcast_object_list(best, src=0, device=torch.device("cpu"))
+    return best[0]
 
 
 def compute_mean_loss(engine: Engine, batches: Batches) -> float:

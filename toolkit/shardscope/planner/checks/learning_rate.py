@@ -27,14 +27,13 @@ def check_learning_rate(case: Case) -> Iterator[Finding]:
     # Fine-tuning takes smaller rates than training from random weights, so weights= selects other references.
     begins_from_weights = getattr(case.task, "weights", None) is not None
     usual = find_usual_rate(case.plan, begins_from_weights=begins_from_weights)
-    # A fine-tune's own recommendation knows its data as well.
-    own = _find_own_rate(case)
     if rate == 0:
-        advised = own or (None if usual is None else usual.recommended)
+        advised = _find_own_rate(case) or (None if usual is None else usual.recommended)
         why = "With a learning rate of 0 no step changes the weights: the run learns nothing."
         yield _make_finding(case, "danger", why, 0.0, advised)
     # The published runs are supervised; DPO takes rates a twentieth as large.
     elif usual is not None and not usual.allows(rate) and getattr(case.task, "objective", "sft") != "dpo":
+        own = _find_own_rate(case)
         advised = own if own is not None and usual.allows(own) else usual.recommended
         severity, why = _choose_severity(rate, usual), _explain_rate(rate, usual)
         yield _make_finding(case, severity, why, rate / usual.rate, advised)
@@ -52,7 +51,9 @@ def _make_finding(case: Case, severity: Severity, why: str, number: float, advis
 
 
 def _find_own_rate(case: Case) -> float | None:
-    """Return the rate that the task recommends where none is set; None if it recommends none."""
+    """Return the rate that a fine-tune recommends, which knows its data; None for other tasks."""
+    if getattr(case.task, "weights", None) is None:
+        return None
     unset = replace_task_fields(case.task, learning_rate=None)
     return float(unset.peak_rate(case.plan)) if hasattr(unset, "peak_rate") else None
 

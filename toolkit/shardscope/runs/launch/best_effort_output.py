@@ -6,16 +6,14 @@ Neither a full disk nor a task that closes or replaces ``sys.stdout`` fails the 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from shardscope.machine.os_errors import DISK_FULL_ERRORS
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors for no space, no quota and the maximum file size (RLIMIT_FSIZE; Python ignores SIGXFSZ)."""
 
 
 class _BestEffortFile(io.FileIO):

@@ -20,7 +20,7 @@ from shardscope.runs.watch.hang import HangDetector
 from shardscope.runs.watch.host_monitor import HostMemoryMonitor
 from shardscope.runs.watch.node_hangs import NodeHangs
 from shardscope.runs.watch.standstill import StandstillDetector
-from shardscope.training.tasks.final_export import ENTRY, WAITS
+from shardscope.training.tasks.final_export import WAITS
 
 Result = TypeVar("Result")
 
@@ -123,8 +123,10 @@ class PeriodicChecks:
 
     def _read_export(self) -> str:
         """Return why the ranks wait to export the trained weights; empty if they do not."""
-        entry = (read_json(self.folder.engine_report(0)) or {}).get(ENTRY)
-        waits = entry.get(WAITS) if isinstance(entry, dict) else None
+        record = read_json(self.folder.rank(0))
+        if record is None:  # It is being written, on a full disk in place.
+            return self._export_waits
+        waits = record.get(WAITS)
         return waits if isinstance(waits, str) else ""
 
     def _report_sampling(self) -> str | None:

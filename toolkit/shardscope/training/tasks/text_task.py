@@ -40,7 +40,7 @@ from shardscope.training.checkpoints.choice import (
     choose_for_rank,
     find_checkpoint,
 )
-from shardscope.training.checkpoints.folders import POSITION_FILE, is_complete, list_resumable
+from shardscope.training.checkpoints.folders import POSITION_FILE, list_resumable
 from shardscope.training.checkpoints.manifest import find_damage
 from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
@@ -341,7 +341,7 @@ class TextTask(ABC):
         """Export the best weights, or without validation the last ones. Called by all ranks."""
         engine = ctx.engine
         best = None if validation is None else validation.best_checkpoint
-        if best is not None and is_complete(best):
+        if validation is not None and best is not None and validation.has_best_checkpoint():
             engine.load(best)
             done = format_count(engine.num_steps_done, "step")
             print(f"exporting the weights after {done}, the best", flush=True)

@@ -85,7 +85,7 @@ class StopSequence:
         self.a_rank_died = False
         """Whether a rank died before it was signalled."""
         self.by_user = False
-        """Whether a user's command requested the stop."""
+        """Whether a user's command requested the stop, or the user's kernel has ended."""
         self.by_signal = False
         """Whether the stop came as a signal: from the scheduler, say, and not from the user."""
         self.notice: EndNotice | None = None
@@ -201,6 +201,7 @@ class StopSequence:
             self.terminate(self.reason or "")
 
     def _begin_end_with_kernel(self) -> None:
+        self.by_user = True  # No attempt follows, however the ranks end.
         # A checkpoint or trace that is being saved is what a stop before it was for.
         if self.phase not in ("checkpoint", "record"):
             self.begin(describe_stop_request({"kernel_ended": True}), checkpoint=False)
