@@ -19,7 +19,7 @@ from shardscope.runs.launch.launch import launch
 from shardscope.runs.launch.launch_checks import MAX_NAME_BYTES, check_name, check_request
 from shardscope.runs.run import Run, runs
 from shardscope.runs.task_source import uses_engine
-from shardscope.training.tasks.text_task import check_loads
+from shardscope.training.tasks.resumed_checkpoint import check_loads
 
 L = Layout
 TINY = Architecture.of_size("2m")

@@ -25,6 +25,7 @@ from shardscope.runs.resume import _make_task
 from shardscope.runs.task_fields import record_task_fields
 from shardscope.runs.trackers import TrackerProcess, build_environment
 from shardscope.runs.watch.periodic_checks import PeriodicChecks
+from shardscope.training.tasks import text_task
 
 STAND_IN = """
 import json, os
@@ -181,7 +182,7 @@ def test_report_to_takes_names_as_transformers_does(value: Any, expected: tuple[
 
 
 def test_a_resumed_run_reports_to_the_same_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ss.Pretrain, "_find_resumable", lambda self, value: value)
+    monkeypatch.setattr(text_task, "find_resumable", lambda field, value: value)
     asked = record_task_fields(ss.Pretrain(report_to=["trackio", "wandb"]))
     description = json.loads(json.dumps({"asked": asked}))
     assert _make_task(ss.Pretrain, description, tmp_path).report_to == ("trackio", "wandb")

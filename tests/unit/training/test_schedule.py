@@ -15,6 +15,7 @@ import shardscope as ss
 from shardscope.runs.resume import _make_task
 from shardscope.runs.task_fields import record_task_fields
 from shardscope.training.optimizers.schedule import SCHEDULER_TYPES, Schedule
+from shardscope.training.tasks import text_task
 
 PEAK = 3e-4
 PLAN = ss.Plan(
@@ -94,7 +95,7 @@ def test_the_schedule_is_recorded() -> None:
 
 
 def test_a_resumed_run_has_the_same_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ss.Pretrain, "_find_resumable", lambda self, value: value)
+    monkeypatch.setattr(text_task, "find_resumable", lambda field, value: value)
     asked = record_task_fields(ss.Pretrain(schedule="linear", warmup=0.1))
     description = json.loads(json.dumps({"asked": asked}))
     task = _make_task(ss.Pretrain, description, tmp_path)
@@ -107,7 +108,7 @@ def test_a_resumed_run_of_an_older_version_has_its_schedule(
     recorded: dict[str, Any], num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was a cosine to a tenth after a tenth of the steps, at most 100."""
-    monkeypatch.setattr(ss.Pretrain, "_find_resumable", lambda self, value: value)
+    monkeypatch.setattr(text_task, "find_resumable", lambda field, value: value)
     asked = dict(record_task_fields(ss.Pretrain(num_steps=num_steps, learning_rate=PEAK)) or {})
     del asked["schedule"], asked["warmup"]
     description = json.loads(json.dumps({"asked": {**asked, **recorded}}))

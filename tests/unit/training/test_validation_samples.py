@@ -18,6 +18,7 @@ from shardscope.runs.task_fields import record_task_fields
 from shardscope.training.data.batches import split_rows
 from shardscope.training.examples.conversation import read_prompts
 from shardscope.training.examples.formats import Format
+from shardscope.training.tasks import text_task
 
 needs("torch")
 
@@ -121,7 +122,7 @@ def test_a_run_of_an_older_version_resumes_with_its_text(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its field was ``text``, and it had none of the fields for examples."""
-    monkeypatch.setattr(Finetune, "_find_resumable", lambda self, value: value)
+    monkeypatch.setattr(text_task, "find_resumable", lambda field, value: value)
     text = tmp_path / "book.txt"
     text.write_text("Call me Ishmael.")
     old = {"num_steps", "learning_rate", "weight_decay", "seed", "profile", "memory_snapshot", "log_every"}

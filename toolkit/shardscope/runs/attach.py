@@ -13,7 +13,7 @@ from shardscope.records.folder_checks import check_file_kinds, check_supervisor
 from shardscope.runs.backends.ray.puller import continue_stream
 from shardscope.runs.run import Run
 from shardscope.runs.summaries import is_run, list_runs
-from shardscope.training.tasks.text_task import DEFAULT_FOLDER
+from shardscope.training.tasks.resumed_checkpoint import DEFAULT_FOLDER
 
 MAX_NAMES = 20
 """Maximum number of run names listed in an error message, the newest ones."""

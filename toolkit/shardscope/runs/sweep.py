@@ -50,7 +50,8 @@ from shardscope.runs.totals import compute_totals, iterate_records
 from shardscope.runs.trained.model_card import read_validation_losses
 from shardscope.runs.waiting import wait_for
 from shardscope.training.checkpoints.choice import choose_by_name, list_runs_by_name
-from shardscope.training.tasks.text_task import DEFAULT_FOLDER, TextTask
+from shardscope.training.tasks.resumed_checkpoint import DEFAULT_FOLDER
+from shardscope.training.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     import pandas as pd

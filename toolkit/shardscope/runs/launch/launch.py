@@ -23,7 +23,7 @@ from shardscope.runs.launch.packing import pack, write_task
 from shardscope.runs.launch.pending_run import PendingRun, delay_interrupt
 from shardscope.runs.launch.run_description import describe_run
 from shardscope.runs.run import Run
-from shardscope.training.tasks.text_task import DEFAULT_FOLDER
+from shardscope.training.tasks.resumed_checkpoint import DEFAULT_FOLDER
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,6 @@ from shardscope.core.errors import (
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_trained
 from shardscope.machine.user_folders import expand_home
-from shardscope.planner.checks.case import Case
-from shardscope.planner.checks.checkpoints import check_resumed_checkpoint
 from shardscope.records.folder import EXPORT
 from shardscope.records.json_files import read_json
 from shardscope.records.json_values import is_int
@@ -40,8 +38,7 @@ from shardscope.training.checkpoints.choice import (
     choose_for_rank,
     find_checkpoint,
 )
-from shardscope.training.checkpoints.folders import POSITION_FILE, list_resumable
-from shardscope.training.checkpoints.manifest import find_damage
+from shardscope.training.checkpoints.folders import POSITION_FILE
 from shardscope.training.data.plain_text import check_can_be_read, check_is_plain_text
 from shardscope.training.data.tokenizer import SHIPPED_TEXT
 from shardscope.training.data.windows import check_text_length
@@ -56,6 +53,7 @@ from shardscope.training.optimizers.schedule import (
 )
 from shardscope.training.tasks.disk_space import check_disk_space
 from shardscope.training.tasks.final_export import ENTRY, WORSE, export_when_possible
+from shardscope.training.tasks.resumed_checkpoint import check_loads, find_resumable
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +69,6 @@ if TYPE_CHECKING:
 TRACKERS = ("tensorboard", "trackio", "wandb")
 """Names that ``report_to`` takes, in the spelling of transformers' TrainingArguments."""
 MAX_STEPS = 10**7
-DEFAULT_FOLDER = "runs"
-"""Default parent of run folders in ``launch``."""
 
 
 def name_field(task: object, name: str) -> str:
@@ -175,7 +171,7 @@ class TextTask(ABC):
         if self.resume is False:
             object.__setattr__(self, "resume", None)
         if self.resume is not None and self.resume is not True:
-            object.__setattr__(self, "resume", self._find_resumable(self.resume))
+            object.__setattr__(self, "resume", find_resumable(self._field("resume"), self.resume))
 
     def _check_integer(self, name: str, low: int, high: int) -> None:
         default = getattr(type(self), name)
@@ -506,57 +502,3 @@ class TextTask(ABC):
     def _check_text_length(self, field: str, path: Path, plan: Plan) -> None:
         """Raise ``ValueError`` if the text in ``field`` has too few tokens for ``plan``."""
         check_text_length(path, self.encode(), self._field(field), plan.recipe.seq_len, None)
-
-    def _find_resumable(self, value: object) -> Path:
-        """Return the absolute run or checkpoint folder named by ``value``.
-
-        Raises ``ValueError`` if it has no complete checkpoint.
-        """
-        field, named = self._field("resume"), getattr(value, "folder", value)
-        if not isinstance(named, str | Path):
-            refuse(field, value, "True, False, or the path of a run or of a checkpoint", Value(True))
-        # A path first, then a name in the folder where launch() makes runs.
-        path = expand_home(named).absolute()
-        candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
-        folder = next((folder for folder in candidates if find_checkpoint(folder) is not None), None)
-        if folder is None:
-            existing = next((candidate for candidate in candidates if candidate.is_dir()), None)
-            problem = "there is no such folder"
-            if existing is not None:
-                problem = f"{'this folder' if existing == path else existing} has none"
-            allowed = f"True, False, a complete checkpoint, or a run folder with one: {problem}"
-            refuse(field, str(named), allowed, "resume=True, which starts at step 0 if there is none")
-        return folder
-
-
-# ---- Check of a checkpoint to resume from, before any rank starts. No torch here
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ResumingTask:
-    resume_from: Path
-    seed: int
-    frozen_base: Mapping[str, object] | None
-
-
-def check_loads(
-    checkpoint: Path, plan: Plan, field: str, *, seed: int, frozen_base: Mapping[str, object] | None
-) -> list[str]:
-    """Raise ``ValueError`` naming ``field`` if ``checkpoint`` cannot be loaded under ``plan``.
-
-    Causes are a damaged file, and another model, another framework's format, a different number of ranks if
-    the format depends on it, or adapters of another base: the preflight findings of severity "danger" for a
-    resumed run. Return its warnings as text. ``seed`` and ``frozen_base`` are those of the resuming task.
-    """
-    if (damage := find_damage(checkpoint)) is not None:
-        intact = [path for path in list_resumable(checkpoint.parent.parent) if find_damage(path) is None]
-        fix = f"resume={str(intact[-1])!r}" if intact else "another checkpoint, or resume=False"
-        refuse(field, str(checkpoint), f"a checkpoint with all of its files: {damage}", fix)
-    # The checks of the preflight, on the three facts that they read of a task.
-    task = _ResumingTask(resume_from=checkpoint, seed=seed, frozen_base=frozen_base)
-    findings = list(check_resumed_checkpoint(Case(plan=plan, task=task)))
-    for finding in findings:
-        if finding.severity == "danger":
-            allowed = f"a checkpoint that this plan loads. {finding.why.rstrip('.')}"
-            refuse(field, str(checkpoint), allowed, finding.change)
-    return [f"{finding.why} Nearest fix: {finding.change}." for finding in findings]
