@@ -176,7 +176,7 @@ class LayoutPicker(Picker):
         self.read()
 
     def _is_set_by_user(self, name: str) -> bool:
-        """Return whether a framework has other degrees or options than its defaults and those chosen for it."""
+        """Return whether a framework has neither its default degrees and options nor those chosen for it."""
         return self._layouts[name] not in (self._auto.get(name), frameworks[name].layout_class())
 
     def _set_first_layout(self, name: str) -> None:
