@@ -81,6 +81,11 @@ def test_no_text_of_the_head_is_cut_beside_the_file_browser(page: Any) -> None:
     choose(page, "Framework", "DeepSpeed ZeRO")
     page.wait_for_selector(".ss-verdict[data-state=unknown]")
     check_head(page)
+    framework = open_fold(page, "Framework")
+    for name, value in (("ZeRO stage", "3"), ("Offload optimizer", "CPU"), ("Offload parameters", "CPU")):
+        framework.locator(".ss-row", has=page.get_by_text(name)).get_by_text(value, exact=True).click()
+    expect(page.locator(".ss-what")).to_contain_text("optimizer on CPU)")
+    check_head(page)
 
 
 def check_head(page: Any) -> None:

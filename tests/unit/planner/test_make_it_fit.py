@@ -140,6 +140,13 @@ def test_the_loss_is_chunked_before_the_framework_changes() -> None:
     assert fit.plan.memory().fits
 
 
+def test_the_chunked_loss_of_another_framework_is_no_reason_to_leave_this_one() -> None:
+    """ZeRO fits with its optimizer on the CPU, in memory of unknown size; FSDP2 would be tight and slower."""
+    plan = make_plan("llama-3.2-1b", "1xrtx-4090-24gb", ss.Layout.zero(stage=2))
+    fit = make_it_fit(plan)
+    assert fit is not None and fit.plan.layout.framework == "deepspeed" and fit.own_framework_fits
+
+
 def test_more_nodes_come_without_changes_that_they_make_superfluous() -> None:
     recipe = ss.Recipe(method="qlora", seq_len=1024, global_batch_size=16, recompute="full")
     cluster = ss.Cluster.parse("2xrtx-4090-24gb")

@@ -11,7 +11,7 @@ import shardscope as ss
 from shardscope.planner.differences import Difference, find_differences
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import IgnoredError
-from shardscope_widgets.kit.display_names import describe_devices, format_name, name_model
+from shardscope_widgets.kit.display_names import describe_devices, name_model
 
 PIN = "Pin for comparison"
 UNPIN = "Unpin"
@@ -60,7 +60,8 @@ def _make_unique(name: PinName, pin: ss.Plan, names: Sequence[PinName], pins: Se
     same = [other for other, earlier in zip(pins, names, strict=False) if earlier.short == name.short]
     if not same:
         return name
-    changes = [change for change in find_differences(same[0], pin) if change.field not in IN_NAME]
+    # A short name may have model and framework, but not the GPUs.
+    changes = [one for one in find_differences(same[0], pin) if one.field not in ("model", "framework")]
     unique = [f"{_describe_value(change, pin)}, {name.short}" for change in changes]
     unique += [f"{name.short} ({number})" for number in range(2, len(names) + 2)]
     taken = {earlier.short for earlier in names}
@@ -94,7 +95,7 @@ def _describe_value(difference: Difference, pin: ss.Plan) -> str:
     if difference.field == "framework":
         return str(value)
     if difference.field == "model":
-        return format_name(str(value))
+        return name_model(pin.architecture)
     if difference.field == "GPUs":
         return describe_devices(pin.cluster)
     field = SHORT_FIELDS.get(difference.field, difference.field.replace("_", " "))

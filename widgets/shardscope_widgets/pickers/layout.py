@@ -163,17 +163,21 @@ class LayoutPicker(Picker):
             self._auto.pop(framework, None)
 
     def _choose_framework(self, change: Mapping[str, str]) -> None:
-        """Set degrees that suit the model and the cluster, once for each pair of these."""
+        """Set degrees that suit the model and the cluster, once for each pair of these; the user's stay."""
         name, situation, left = self.framework.value, self._situation, change["old"]
         if not self._offering and situation is not None:
             # Coming back restores the degrees that are left now, also if the GPUs have changed since they
             # were set.
             if self._auto.get(left) != self._layouts[left]:
                 self._first[left] = situation[:2]
-            if self._first.get(name) != situation[:2]:
+            if self._first.get(name) != situation[:2] and not self._is_set_by_user(name):
                 self._set_first_layout(name)
                 return
         self.read()
+
+    def _is_set_by_user(self, name: str) -> bool:
+        """Return whether a framework has neither its default degrees and options nor those chosen for it."""
+        return self._layouts[name] not in (self._auto.get(name), frameworks[name].layout_class())
 
     def _set_first_layout(self, name: str) -> None:
         """Set the degrees to those that suit the model and the cluster."""

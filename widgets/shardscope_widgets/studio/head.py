@@ -50,8 +50,10 @@ def render_headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> st
     # Full training is the rule, and its words would not fit beside the numbers in a window of 1,440 pixels.
     # A method is not broken either: "LoRA rank" at the end of one line and "16" on the next.
     how = "" if plan.recipe.method == "full" else f"<span class='ss-unbroken'>{escape(method)}</span>, "
+    # A list may be broken after a comma: what DeepSpeed offloads is longer than a line.
+    framework = escape(layout).replace(", ", ",</b> <b>")
     what = (
-        f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{escape(layout)}</b>, "
+        f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{framework}</b>, "
         f"{how}<span class='ss-unbroken'>{escape(plan.recipe.precision)}</span>"
     )
     return (

@@ -231,6 +231,16 @@ def test_pins_of_one_model_and_framework_are_told_apart() -> None:
     assert all(len(line) <= 14 for label in labels for line in label.split("<br>")), labels
 
 
+def test_pins_on_other_gpus_are_told_apart_and_a_folder_keeps_its_name() -> None:
+    other = replace(build_plan(layout=ss.Layout.zero()), architecture=ss.models["qwen3-8b"])
+    mine = replace(ss.models["llama-3.1-8b"], name="my-llama_v2")
+    half = ss.Cluster.parse("4xh100-sxm-80gb")
+    pins = [replace(one, architecture=mine) for one in (build_plan(), build_plan(micro_batch_size=2))]
+    names = [name.short for name in name_pins([*pins, replace(pins[0], cluster=half)], other)]
+    assert len(set(names)) == 3 and all("my-llama_v2" in name for name in names)
+    assert "4 × H100" in names[2] and "micro-batch 2" in names[1]
+
+
 def test_the_check_without_gpus_is_named_so_for_gpus_only() -> None:
     view = MemoryView(build_plan())
     button = view.rehearse.button

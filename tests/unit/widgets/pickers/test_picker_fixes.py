@@ -221,6 +221,23 @@ def test_a_look_at_another_framework_loses_no_option(studio: Any) -> None:
     assert studio.plan == changed
 
 
+def test_degrees_of_the_user_stay_when_the_gpus_change_meanwhile(studio: Any) -> None:
+    """As they do without a look at another framework; those that nobody has set follow the GPUs."""
+    picker = studio.layout_picker
+    picker.set_fields({"cp": 2, "reshard_after_forward": False})
+    picker.framework.value = "megatron"
+    studio.cluster.nodes.value = "2"
+    studio.architecture.name.value = "qwen3-8b"
+    picker.framework.value = "fsdp2"
+    assert (studio.plan.layout.cp, studio.plan.layout.reshard_after_forward) == (2, False)
+    picker.set_fields({"cp": 1, "reshard_after_forward": True})
+    picker.framework.value = "megatron"
+    studio.cluster.nodes.value = "1"
+    studio.architecture.name.value = "llama-3.1-70b"
+    picker.framework.value = "fsdp2"
+    assert studio.plan.memory().fits
+
+
 def test_degrees_are_chosen_once_the_framework_can_run_the_recipe(studio: Any) -> None:
     studio.layout_picker.framework.value = "megatron"
     expected = studio.plan

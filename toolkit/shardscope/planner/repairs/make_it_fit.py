@@ -167,18 +167,20 @@ def _list_searched_plans(plan: Plan, names: Sequence[str]) -> list[Plan]:
 
 
 def _list_chunked_rankings(plan: Plan, names: Sequence[str], ranking: Ranking) -> list[Ranking]:
-    """Return the ranking with the chunked loss, which has the same loss curve, if no plan of ``ranking`` has
-    room without it: all are tight, or need host memory of unknown size."""
-    has_room = (ranking.is_feasible & ranking.is_room_known & ~ranking.is_tight).any()
-    if has_room or plan.recipe.loss is not None or plan.recipe.kernels is not None:
-        return []
+    """Return the ranking with the chunked loss, which has the same loss curve, if no plan of ``ranking``
+    fits, or none of the plan's own framework has room: all are tight, or need host memory of unknown size."""
     # A search without any plan that fits has tried it already, or another global batch, which is no fix.
     if ranking.alternative is not None:
         same_batch = ranking.alternative.recipe.global_batch_size == plan.recipe.global_batch_size
         return [ranking.alternative] if same_batch else []
+    has_room = (ranking.is_feasible & ranking.is_room_known & ~ranking.is_tight).any()
+    # Not for other frameworks: a tight plan of theirs would replace a plan of this one.
+    is_own = names == [plan.layout.framework]
+    if has_room or not is_own or plan.recipe.loss is not None or plan.recipe.kernels is not None:
+        return []
     try:
         return [search(plan.architecture, plan.cluster, replace(plan.recipe, loss="chunked"), names)]
-    except ValueError:  # No framework of ``names`` has it.
+    except ValueError:  # This framework does not have it.
         return []
 
 
