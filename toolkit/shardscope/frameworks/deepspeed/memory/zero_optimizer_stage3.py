@@ -289,7 +289,13 @@ class _StepSimulation:
         for kind, module in events:
             # Hooks before and after a module: all-gathers and releases, without a new gradient.
             if kind != "gradients":
-                if kind == "fetch" and module.params and feed_forward and after_down is None and self.trains_all:
+                if (
+                    kind == "fetch"
+                    and module.params
+                    and feed_forward
+                    and after_down is None
+                    and self.trains_all
+                ):
                     # The activation's backward is over: the last matrix is released, and a plain activation,
                     # a module without parameters, has prefetched.
                     after_down = self._build_phase(self.gathered + tied_gradient)
