@@ -119,6 +119,16 @@ FIXED_ERRORS = {
         global_batch_size=2,
         optimizer="adamw_8bit",
     ),
+    "OLMo 2's norm after the feed-forward has freed its tensors": build_plan(
+        shrink_model("olmo-2-7b", **SMALL, num_key_value_heads=8),
+        "2xh100-sxm-80gb",
+        ss.Layout.fsdp2(),
+        seq_len=2048,
+        micro_batch_size=2,
+        global_batch_size=4,
+        precision="fp32",
+        recompute="full",
+    ),
     "a stage's embedding is reduced beside itself": build_plan(
         shrink_model("llama-3.1-8b", **SMALL, num_key_value_heads=2, vocab_size=32_000),
         "8xh100-sxm-80gb",

@@ -120,6 +120,14 @@ def test_predictions_agree_with_rehearsals_of_norms_and_experts() -> None:
     assert sum(abs(row.error) <= 0.003 for row in rows) >= 6
 
 
+def test_activation_after_a_matrix_larger_than_the_bucket() -> None:
+    """ZeRO-3 has released the down projection by then: 1.2 % too high with its all-gathered weight."""
+    rows, _ = read_rehearsals([STORED / "deepspeed-recipes-held-out-3.jsonl"])
+    (row,) = [row for row in rows if row.name.endswith(":41")]
+    assert row.plan.architecture.model_type == "gpt2" and row.plan.layout.reduce_bucket_size == 100_000_000
+    assert abs(row.error) <= 0.0005, in_words(row)
+
+
 @pytest.mark.parametrize("framework", MODULES)
 def test_predicted_training_state_is_exact(framework: str) -> None:
     """Shards with padding, moments and replicas are exact; tables and counters take up to a megabyte."""

@@ -63,3 +63,43 @@ def test_a_function_that_the_layer_compiles_stays_compiled() -> None:
     apply_recompute(model, "selective")
     model[0](torch.randn(4, 4, requires_grad=True)).sum().backward()
     assert graphs
+
+
+class TwoMatmuls(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """The output of the second is cached, and no recomputation asks for it: backward does not need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, rows: Any) -> object:
+        return self.down(torch.tanh(self.up(rows)))
+
+
+def test_a_second_backward_is_refused_as_torch_does() -> None:
+    """It took the second matmul's output for the first's, and the gradients were wrong."""
+    model = torch.nn.ModuleList([TwoMatmuls()])
+    apply_recompute(model, "selective")
+    loss = model[0](torch.randn(4, 8, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        loss.backward()
+
+
+def test_a_layer_may_run_higher_order_operators() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Attends(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, rows: Any) -> object:
+            heads = rows.detach()[None, None]
+            return torch.tanh(rows + flex_attention(heads, heads, heads)[0, 0])
+
+    gradients = []
+    for choice in ("none", "selective"):
+        model = torch.nn.ModuleList([Attends()])
+        apply_recompute(model, choice)
+        torch.manual_seed(0)
+        rows = torch.randn(16, 16, requires_grad=True)
+        model[0](rows).sum().backward()
+        gradients.append(rows.grad)
+    assert torch.equal(*gradients)

@@ -88,6 +88,15 @@ def compute_norm_after_block(arch: Architecture, modules: Modules) -> int:
     return arch.hidden_size * (5 * FP32 - freed)
 
 
+def compute_norm_after_saved(arch: Architecture, modules: Modules) -> int:
+    """Return bytes per token that the norm after a layer's feed-forward saves; 0 if it has none."""
+    if not compute_norm_after_block(arch, modules):
+        return 0
+    family = find_family(arch)
+    normed = FP32 if family.scales_before_cast else modules.stream if family.is_post_norm else modules.compute
+    return arch.hidden_size * (FP32 + normed * modules.trained)
+
+
 # ---- Head and loss ----
 
 

@@ -16,7 +16,7 @@ from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.registry import find_family
 from shardscope.memory.activations.float8 import compute_layer_working
 from shardscope.memory.activations.forward import count_inner_gradients, count_mlp_copies
-from shardscope.memory.activations.head import compute_norm_after_block
+from shardscope.memory.activations.head import compute_norm_after_block, compute_norm_after_saved
 from shardscope.memory.activations.modules.attention import (
     compute_saved_scores,
     get_attention_widths,
@@ -182,6 +182,8 @@ def compute_layer_backward(arch: Architecture, moe: bool, modules: Modules) -> L
     inner = arch.intermediate_size * (
         c * count_inner_gradients(arch, modules) - compute_dropped_mask(arch, modules)
     )
+    # A norm after the feed-forward has had its backward.
+    inner -= compute_norm_after_saved(arch, modules)
     at_product = stream + max(inner, _compute_attention_excess(arch, modules))
     return LayerBackward(at_product, stream, at_product, at_product, 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -199,9 +199,20 @@ class _KeptOperators(TorchDispatchMode):
     the layer: its forward may find weights that were prefetched before, which backward has to all-gather.
     """
 
+    supports_higher_order_operators = True
+    """Higher-order operators such as ``flex_attention`` are recomputed, as by torch's own modes."""
+
     def __init__(self, mode: TorchDispatchMode) -> None:
         super().__init__()
         self._mode = mode
+
+    def __enter__(self) -> Self:
+        # torch's mode counts from 0 when it is entered. Without that, a second backward of the layer
+        # (retain_graph) would go on counting and take the outputs of later calls, where torch raises.
+        with self._mode:
+            pass
+        super().__enter__()
+        return self
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

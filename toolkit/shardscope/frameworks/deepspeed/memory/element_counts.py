@@ -75,7 +75,7 @@ class LayerPhases(NamedTuple):
 
     first_gradient: PhaseElements
     after_down: PhaseElements
-    """After the gradient of a dense feed-forward's last matrix."""
+    """At the activation's backward, after the gradient of a dense feed-forward's last matrix."""
     before_attention: PhaseElements
     """Between the feed-forward's gradients and attention's."""
     peak: PhaseElements

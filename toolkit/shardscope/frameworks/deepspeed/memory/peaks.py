@@ -60,8 +60,8 @@ class BackwardPart(NamedTuple):
     """In the head's part, at the maximum while the logits' gradient exists; None: ``peak``. The hook that
     reduces the head's gradient runs after it is freed."""
     after_down: PhaseElements | None = None
-    """After the gradient of a dense feed-forward's last matrix, which stays autograd's tensor if it is larger
-    than the bucket; None: ``first_gradient``."""
+    """At the activation's backward, after the gradient of a dense feed-forward's last matrix, which stays
+    autograd's tensor if it is larger than the bucket; None: ``first_gradient``."""
 
 
 class ZeroBuffers(NamedTuple):

@@ -289,6 +289,16 @@ class _StepSimulation:
         for kind, module in events:
             # Hooks before and after a module: all-gathers and releases, without a new gradient.
             if kind != "gradients":
+                if (
+                    kind == "fetch"
+                    and module.params
+                    and feed_forward
+                    and after_down is None
+                    and self.trains_all
+                ):
+                    # The activation's backward is over: the last matrix is released, and a plain activation,
+                    # a module without parameters, has prefetched.
+                    after_down = self._build_phase(self.gathered + tied_gradient)
                 coordinator.peak = coordinator.live
                 if kind == "release":
                     coordinator.release_sub_module(module)
@@ -325,8 +335,6 @@ class _StepSimulation:
                     feed_forward.append(self._build_phase(elements))
                 elif is_after_feed_forward:
                     attention_output = self._raise_peak(attention_output, elements)
-            if self.trains_all and call.is_feed_forward and module.params and after_down is None:
-                after_down = self._build_phase(self.gathered + tied_gradient)
             is_after_feed_forward = call.is_feed_forward or (is_after_feed_forward and not call.in_attention)
         if first_gradient is None:
             first_gradient = self._build_phase(self.gathered + tied_gradient)

@@ -162,14 +162,15 @@ class _Layer:
         # or a norm after the block creates it.
         splits = shards.sequence > 1  # and all-gathers the gradient of the scattered output
         wider = modules.stream > c
-        self.second_gradient = self.hidden_row if wider or arch.norms_per_layer == 4 or splits else 0
+        has_norm_after = arch.norms_per_layer == 4 or find_family(arch).is_post_norm
+        self.second_gradient = self.hidden_row if wider or has_norm_after or splits else 0
         self.norm_backward = ceil_div(compute_final_norm(arch, modules), shards.sequence)
         # The first entry of each family's list is that of all norms.
         norms = shards.sum_on_rank([list_saved_tensors(arch, moe, modules)[0]])
         self.norm_saved = norms // max(2, arch.norms_per_layer)
         if arch.parallel_residual:
             self.norm_saved = 0
-        self.norm_after_saved = self.norm_saved if arch.norms_per_layer == 4 else 0
+        self.norm_after_saved = self.norm_saved if has_norm_after else 0
         readers = list_stream_readers(arch)[1]
         inputs = (
             0
@@ -352,7 +353,7 @@ class _Layer:
         peaks.append(self._build_peak(norm_input + self.stream + self.norm_backward, weights.feed_forward))
         # Attention's output projection, after its norm after the block, if any.
         alive -= self.norm_saved
-        if self.norm_after_saved:
+        if self.arch.norms_per_layer == 4:
             alive -= self.norm_saved
         before_attention = weights.feed_forward + weights.output
         num_bytes = (
