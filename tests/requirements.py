@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -50,6 +51,12 @@ def needs_installed(package: str) -> pytest.MarkDecorator:
     """Return a mark for tests whose subprocesses import ``package``; it is not imported here."""
     is_installed = importlib.util.find_spec(package) is not None
     return pytest.mark.skipif(not is_installed, reason=explain_missing(package))
+
+
+def skip_from_torch(release: str, difference: str) -> None:
+    """Skip the running test with torch ``release`` or newer, which differs as ``difference`` says."""
+    if Version(importlib.metadata.version("torch")) >= Version(release):
+        pytest.skip(f"torch {release} {difference}; it runs with the pinned torch")
 
 
 def skip_without(package: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import FAMILIES, NARROW_VALUES, architecture
-from tests.requirements import few, needs, sample
+from tests.requirements import few, needs, sample, skip_from_torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,7 +44,6 @@ from shardscope.training.model.recompute import apply_recompute
 add_adapters_of = add_adapters
 SEQ_LEN = 32
 RANK = 4
-TORCH_RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 MODES = ("bf16", "autocast", "fp32")
 
 
@@ -147,8 +146,8 @@ def sum_bytes_per_token(tensors: Sequence[SavedTensor]) -> int:
 
 def assert_saves(family: str, mode: str, recipe: Recipe, listed: Sequence[SavedTensor]) -> Measured:
     """Assert that a layer's forward leaves as many bytes per token as are ``listed``."""
-    if has_one_key_head(architecture(family, 2)) and TORCH_RELEASE >= (2, 14):
-        pytest.skip("torch 2.14's CPU kernel broadcasts one key head; it runs with the pinned torch 2.13")
+    if has_one_key_head(architecture(family, 2)):
+        skip_from_torch("2.14", "fuses attention with one key head on CPUs")
     measured = one_layer(family, mode, recipe)
     same = measured.per_token == sum_bytes_per_token(listed)
     assert same, describe_difference(family, mode, recipe, listed)

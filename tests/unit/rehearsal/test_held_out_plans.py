@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.accuracy.rehearsal_samples import in_words
 from tests.accuracy.rehearsals import COMPONENTS, STORED, read_rehearsals
-from tests.requirements import few
+from tests.requirements import few, skip_from_torch
 
 import shardscope as ss
 from shardscope.core.plan import Plan
@@ -143,6 +143,10 @@ FIXED_ERRORS = {
 def test_errors_found_by_held_out_plans_stay_fixed(case: str) -> None:
     """The framework's own code runs on fake tensors; before the fixes each prediction was over 1 % off."""
     a_plan = FIXED_ERRORS[case]
+    if a_plan.layout.framework == "fsdp2" and a_plan.degrees.pp > 1:
+        skip_from_torch("2.15", "allocates pipelines' receive buffers one at a time")
+    if a_plan.architecture.num_key_value_heads == 1:
+        skip_from_torch("2.15", "needs less for attention with one key head")
     rehearse = import_module(f"shardscope.frameworks.{a_plan.layout.framework}.rehearsal.rehearse").rehearse
     stages = rehearse(a_plan, lambda words, fraction: None)
     rehearsed = max(peak.num_bytes for stage in stages for peak in stage.peaks)

@@ -12,7 +12,7 @@ import torch
 from tests.accuracy.rehearsal_samples import in_words
 from tests.accuracy.rehearsals import STORED, read_rehearsals
 from tests.in_process_rehearsal import rehearse_in_this_process
-from tests.requirements import needs_installed, thorough
+from tests.requirements import needs_installed, skip_from_torch, thorough
 
 import shardscope as ss
 from shardscope.core.architecture import Architecture
@@ -122,6 +122,8 @@ def test_garbage_collection_changes_no_result() -> None:
 def test_fsdp2_cpu_offload_moves_the_training_state_to_the_host(values: Any, recipe: Any) -> None:
     from shardscope.frameworks.fsdp2.rehearsal.rehearse import rehearse
 
+    if "pp" in values:
+        skip_from_torch("2.15", "allocates pipelines' receive buffers one at a time")
     sizes = {"seq_len": 1024, "global_batch_size": 8, **recipe}
     plan = Plan(
         Architecture.of_size("60m"), EIGHT, ss.Recipe(**sizes), ss.Layout.fsdp2(offload="cpu", **values)
