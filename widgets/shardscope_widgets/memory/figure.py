@@ -302,7 +302,7 @@ def _build_capacity_label(rows: list[Bar], widest: float) -> dict[str, object]:
 
 
 class _Timeline(NamedTuple):
-    """Memory of another tier or a pinned plan, drawn as a line over the areas."""
+    """Line over the areas: the memory of another tier or of a pinned plan."""
 
     name: str
     """One of :data:`TIMELINES`."""

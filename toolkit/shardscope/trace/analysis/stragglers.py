@@ -184,7 +184,7 @@ class _Delays:
 
 
 class _Durations(NamedTuple):
-    """How long each rank of a group (columns) is in each call (rows), in nanoseconds."""
+    """Durations of a group's calls, in nanoseconds, shape ``(calls, ranks)``."""
 
     plain: Ints
     """Without what it waited before; in a complete pipeline, with the time of its messages."""
