@@ -102,7 +102,7 @@ def list_candidates(
             if (id(columns),) not in tables:
                 model = framework.memory_model()
                 tables[id(columns),] = [
-                    Table(arch, layout, model, recipe, piece) for piece in split_columns(arch, columns)
+                    Table(arch, layout, model, recipe, piece) for piece in split_columns(arch, model, columns)
                 ]
             for table in tables[id(columns),]:
                 yield Candidates(layout=layout, recipe=again, table=table)

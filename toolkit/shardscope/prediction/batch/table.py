@@ -202,14 +202,15 @@ def list_every_stage(shapes: StageShapes) -> StageShapes:
     return StageShapes(tuple(stages), tuple(range(len(shapes.kind_of))))
 
 
-def split_columns(arch: Architecture, columns: Columns) -> Iterator[Columns]:
+def split_columns(arch: Architecture, model: MemoryModel, columns: Columns) -> Iterator[Columns]:
     """Yield groups of rows that formulas can compute together, of at most :data:`CHUNK` rows each.
 
-    Plans with and without pipeline stages are separate, and so are plans whose expanded key head is a view.
+    Plans whose expanded key head is a view are separate, and so are plans with and without pipeline stages if
+    the framework's formulas branch on them.
     """
     number = len(columns[MICRO_BATCH_SIZE])
     # Formulas branch on both with a plain ``if``, so all plans of one group must agree.
-    stages = columns.get("pp", np.ones(number, np.int64)) > 1
+    stages = model.branches_on_stages & (columns.get("pp", np.ones(number, np.int64)) > 1)
     views = np.broadcast_to(broadcasts_views(arch, cast("int", columns[MICRO_BATCH_SIZE])), number)
     for has_stages in (False, True):
         for has_views in (False, True):

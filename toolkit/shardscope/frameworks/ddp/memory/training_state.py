@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 counts_neighbours = False
+branches_on_stages = False
 
 
 def find_shapes(plan: Plan) -> StageShapes:

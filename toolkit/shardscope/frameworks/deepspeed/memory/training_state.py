@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from shardscope.memory.state.training_state import TrainingState
 
 counts_neighbours = True
+branches_on_stages = True
 
 
 def find_shapes(plan: Plan) -> StageShapes:

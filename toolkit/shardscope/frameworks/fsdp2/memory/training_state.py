@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 
 counts_neighbours = True
+branches_on_stages = True
 UNEVEN = 1.1
 """Ratio of the fullest rank's part to an even one from which the explanation names the fullest rank."""
 

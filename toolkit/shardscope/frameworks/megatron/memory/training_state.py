@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardscope.memory.report import Component
 
 counts_neighbours = False
+branches_on_stages = False
 _DUMMIES = (
     "one half-precision gradient of each shape of matrix, returned to autograd while kernels add to the "
     "main gradients (Transformer Engine, get_dummy_wgrad)"
