@@ -44,7 +44,7 @@ class MemoryModel(Protocol):
     """Whether a stage's memory depends on the stages around it: a middle stage receives from both sides, and
     so may need more than an earlier stage with more layers."""
     branches_on_stages: bool
-    """Whether the formulas branch on pp > 1 with a plain ``if``, so that all plans of one batch must agree."""
+    """Whether the formulas branch on pp > 1 with a plain ``if``, so all plans of one batch must agree."""
 
     def find_shapes(self, plan: Plan) -> StageShapes:
         """Return the shapes of the pipeline stages, grouped by identical stages."""
