@@ -331,6 +331,8 @@ def test_megatron_arguments_reach_pretrain_gpt_unchanged(tmp_path: Path) -> None
     )
     script = arguments.index("/opt/Megatron-LM/pretrain_gpt.py")
     assert arguments[arguments.index("--moe-layer-freq") + 1] == "([1]*32)"
+    # Predictions are those of grouped matmuls: by default a rank's experts run one after the other.
+    assert "--moe-grouped-gemm" in arguments
     assert arguments[-2:] == ["--train-iters", "5"]
     parsed = ss.Plan.from_megatron(
         arguments[script + 1 : -2], architecture=plan.architecture, cluster=plan.cluster
