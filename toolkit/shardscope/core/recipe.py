@@ -137,8 +137,7 @@ class Recipe(Serializable):
         for field, choices in CHOICES.items():
             check_choice(f"Recipe.{field}", getattr(self, field), choices)
         for field, choices in OPEN_CHOICES.items():
-            if getattr(self, field) is not None:
-                check_choice(f"Recipe.{field}", getattr(self, field), choices)
+            check_choice(f"Recipe.{field}", getattr(self, field), (None, *choices))
         check_flag("Recipe.packing", self.packing)
         check_flag("Recipe.use_rslora", self.use_rslora)
         check_flag("Recipe.use_dora", self.use_dora)
