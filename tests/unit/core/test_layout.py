@@ -20,6 +20,7 @@ from shardscope.core.errors import FieldError
 from shardscope.core.layout import Layout, find_largest_divisor, list_divisors, split_layers_evenly
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
+from shardscope.frameworks.formats.exported import describe_plan
 from shardscope.frameworks.registry import frameworks
 
 CONSTRUCTORS: dict[str, Any] = {
@@ -115,6 +116,35 @@ def test_unknown_fields_raise() -> None:
     for make in CONSTRUCTORS.values():
         with pytest.raises(FieldError, match="key is 'tensor_parallel'"):
             make(tensor_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("tensor_parallel", "tp"), ("tensor_model_parallel_size", "tp"), ("pipeline_parallel_degree", "pp")],
+)
+def test_degrees_by_names_of_other_tools_raise_with_ours(name: str, near: str) -> None:
+    """The fix was sequence_parallel for one, and to leave the other out."""
+    with pytest.raises(FieldError) as caught:
+        Layout.megatron(**{name: 8})  # type: ignore[arg-type]
+    assert caught.value.fix == repr(near)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout.fsdp2(tp=8, pp=2), "FSDP2 (tp 8, pp 2)"),
+        (Layout.fsdp2(replicate=2, cp=2), "FSDP2 (HSDP, cp 2)"),
+        (Layout.zero(stage=1, pp=4), "DeepSpeed ZeRO-1 (pp 4)"),
+        (Layout.megatron(tp=2, pp=2, vpp=4), "Megatron-core (tp 2, pp 2, vpp 4)"),
+        (Layout.ddp(), "DDP"),
+    ],
+)
+def test_plans_and_their_files_name_all_degrees(layout: Layout, expected: str) -> None:
+    """Two plans that differ in tp alone had one name, in lists and above exported files."""
+    plan = Plan(ss.models["llama-3.1-8b"], Cluster.parse("2x8xh100-sxm-80gb"), Recipe(), layout)
+    assert f"with {expected}, full" in repr(plan)
+    assert str(plan).splitlines()[2].split(maxsplit=1)[1] == expected
+    assert describe_plan(plan).endswith(f", {expected}")
 
 
 def test_numpy_degrees_become_python_ints() -> None:
