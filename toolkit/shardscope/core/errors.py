@@ -239,9 +239,6 @@ def check_number(field: str, value: object, *, low: float, high: float, default:
     ``default`` is the fix for what has no number ("fast"); None: ``low``.
     """
     allowed = f"a number from {low:g} to {high:g}"
-    # numpy's float32 is none of Python's types, but a number.
-    if isinstance(value, numbers.Real) and not isinstance(value, int):
-        value = float(value)
     # bool is a subclass of int: True would count as 1.0.
     if isinstance(value, bool) or not isinstance(value, int | float):
         number = _read_number(value)
@@ -254,6 +251,11 @@ def check_number(field: str, value: object, *, low: float, high: float, default:
     if not low <= number <= high:
         refuse(field, value, allowed, Value(high if number > high else low))
     return number
+
+
+def convert_numpy_float(value: object) -> object:
+    """Return a float of numpy's as Python's, which JSON can encode; others unchanged."""
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, int) else value
 
 
 def check_flag(field: str, value: object) -> bool:
@@ -348,6 +350,10 @@ _OTHER_NAMES = {
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "recompute"),
     **dict.fromkeys(("max_length", "max_seq_length", "block_size", "context_length"), "seq_len"),
     **dict.fromkeys(("model", "arch"), "architecture"),
+    "lr": "learning_rate",
+    **dict.fromkeys(("steps", "max_steps", "train_iters"), "num_steps"),
+    **dict.fromkeys(("epochs", "max_epochs", "num_train_epochs"), "num_epochs"),
+    "args": "arguments",
 }
 """Names of other tools, in lower case -> ours."""
 
