@@ -18,7 +18,7 @@ from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.accelerate.limits import why_not_started
-from shardscope.frameworks.registry import frameworks, is_trained
+from shardscope.frameworks.registry import frameworks
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages
 from shardscope.planner.repairs.single_changes import OFFLOADS
 from shardscope.prediction.support import list_supported
@@ -241,8 +241,6 @@ class PlanEvaluator:
         for loss in _list_losses(evaluated.plan.recipe, evaluated.plan.layout):
             is_own = loss == evaluated.plan.recipe.loss
             larger = list(self._list_larger(evaluated, loss))
-            if not is_own and larger and is_trained(best.plan) and not is_trained(larger[0].plan):
-                continue  # DeepSpeed's engine has no chunked loss in stage 3.
             fastest = find_fastest([evaluated, *larger])
             if fastest is None:
                 continue
