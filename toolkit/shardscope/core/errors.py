@@ -381,16 +381,18 @@ def _find_nearest_number(value: object, low: int, high: int, default: object) ->
     return Value(int(min(max(round(number) if math.isfinite(number) else number, low), high)))
 
 
-_SUFFIXES = {"k": 2**10, "m": 2**20}
-"""Letters after a number, as in "8k" tokens."""
+_SUFFIXES = {"k": 2**10, "m": 2**20, "kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40}
+"""Letters after a number, as in "8k" tokens, and units of memory, of which vendors mean powers of two."""
+_WITH_SUFFIX = re.compile(r"(.*\d)\s*(?:([kmgt])i?(b)|([km]))")
 
 
 def _read_number(value: object) -> float:
     """Return the number that a value of another type stands for ("1e-3", "8k"); nan if none."""
     text = value.strip().lower() if isinstance(value, str) else value
     factor = 1
-    if isinstance(text, str) and text[-1:] in _SUFFIXES:
-        text, factor = text[:-1], _SUFFIXES[text[-1]]
+    if isinstance(text, str) and (match := _WITH_SUFFIX.fullmatch(text)):
+        text, *letters = match.groups(default="")
+        factor = _SUFFIXES["".join(letters)]
     try:
         return factor * float(text)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
