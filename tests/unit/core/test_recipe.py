@@ -127,6 +127,7 @@ def test_choices_without_a_default_reject_none(field: str) -> None:
         # Lightning's and transformers' names: spelling alone led to another optimizer or precision.
         ("precision", "bf16-true", "'bf16'"),
         ("optimizer", "adamw_torch_fused", "'adamw'"),
+        ("optimizer", "adamw_torch", "'adamw_foreach'"),
         ("optimizer", "paged_adamw_32bit", "'paged_adamw'"),
         ("optimizer", None, "'adamw'"),
         # Switches: "true" is spelled like "none", and "false" like "full".

@@ -331,8 +331,10 @@ def find_nearest(value: object, options: list[Option]) -> Option:
 
 _OTHER_NAMES = {
     # transformers' optim, Apex's, bitsandbytes' and torchao's numbers, Lightning's precision
-    **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "fused_adam"), "adamw"),
+    **dict.fromkeys(("adam", "adamw_torch_fused", "fused_adam"), "adamw"),
     **dict.fromkeys(("fusedadam", "adamw_fused", "adamw_apex_fused"), "adamw"),
+    "adamw_torch": "adamw_foreach",
+    "adamw_torch_8bit": "adamw_8bit",
     "paged_adamw_32bit": "paged_adamw",
     **dict.fromkeys(("4bit", "4-bit", "int4", "fp4", "load_in_4bit"), "nf4"),
     **dict.fromkeys(("8bit", "8-bit", "load_in_8bit"), "int8"),
