@@ -240,6 +240,16 @@ def test_megatron_splits_layers_over_stages(layers: int, pp: int, stages: list[i
     assert list(plan.stage_layers) == stages
 
 
+def test_experts_that_are_sliced_over_tp_may_be_whole() -> None:
+    """The fix of ep=8 next to tp=8, as DeepSeek-V3 is trained, was ep=1: no expert parallelism."""
+    cluster = Cluster.parse("8x8xh100-sxm-80gb")
+    layout = Layout.megatron(tp=8, pp=8, ep=8)
+    with pytest.raises(FieldError, match=r"Layout\.ep is 8; .*etp=8.*Nearest fix: etp=1\.$") as caught:
+        Plan(ss.models["mixtral-8x7b"], cluster, Recipe(), layout)
+    fixed = replace(layout, **(caught.value.fix_values or {}))
+    assert Plan(ss.models["mixtral-8x7b"], cluster, Recipe(), fixed).degrees.ep == 8
+
+
 def test_invalid_megatron_pp_raises_with_the_nearest_valid() -> None:
     arch = replace(LLAMA, num_hidden_layers=19)
     error = catch_error(lambda: Plan(arch, EIGHT, Recipe(), Layout.megatron(pp=8)), "Layout.pp")
