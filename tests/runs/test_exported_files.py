@@ -258,7 +258,7 @@ FLAGS: dict[str, Callable[[str], Any] | None] = {
     "qk-head-dim": int, "qk-pos-emb-head-dim": int, "v-head-dim": int, "rope-type": str,
     "num-experts": int, "moe-router-topk": int, "moe-ffn-hidden-size": int, "moe-layer-freq": str,
     "moe-token-dispatcher-type": str, "moe-shared-expert-intermediate-size": int,
-    "moe-router-pre-softmax": None, "moe-expert-capacity-factor": float,
+    "moe-router-pre-softmax": None, "moe-grouped-gemm": None, "moe-expert-capacity-factor": float,
     "tensor-model-parallel-size": int, "pipeline-model-parallel-size": int, "context-parallel-size": int,
     "num-virtual-stages-per-pipeline-rank": int, "expert-model-parallel-size": int,
     "num-layers-per-virtual-pipeline-stage": int, "optimizer-cpu-offload": None,

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.requirements import examples, needs
 
+import shardscope as ss
 from shardscope.catalog import gpus, links
 from shardscope.core.cluster import Cluster, Gpu, Link
 from shardscope.machine import detection, host
@@ -172,6 +173,36 @@ def test_fault_33_invalid_gpu_figures_raise(field: str, bad: Any) -> None:
 def test_other_invalid_gpu_fields_raise(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Gpu\.{field}"):
         dataclasses.replace(H100, **{field: bad})
+
+
+@pytest.mark.parametrize(
+    ("change", "fix"),
+    [
+        ({"host_memory_bytes": "2TB"}, str(2**41)),
+        ({"nvme_bytes": "512 GiB"}, str(2**39)),
+        ({"inter_node_link": "infiniband-hdr"}, r"shardscope\.catalog\.links\['infiniband-hdr'\]"),
+    ],
+)
+def test_the_fix_of_a_size_with_its_unit_and_of_a_links_name_is_what_is_meant(
+    change: dict[str, Any], fix: str
+) -> None:
+    """The fixes were 0 bytes, and another cluster."""
+    with pytest.raises(ValueError, match=rf"Nearest fix: {fix}\.$"):
+        dataclasses.replace(CLUSTER, **change)
+
+
+def test_a_generation_is_found_as_its_vendor_writes_it() -> None:
+    """ "Hopper" had the figures of an unknown generation, and a step that was 10 % longer."""
+    assert dataclasses.replace(H100, architecture="Hopper") == H100
+    assert not dataclasses.replace(gpus["v100-sxm-32gb"], architecture="Volta").has_flash_attention
+
+
+def test_a_misspelt_link_is_led_to_the_nearest_one() -> None:
+    """The fix was PCIe 4.0, a ninth of NVLink's bandwidth."""
+    gpu = dataclasses.replace(H100, name="my-gpu", link="nvlink4")
+    plan = ss.Plan(ss.models["llama-3.1-8b"], Cluster.of(gpu, 8), ss.Recipe(), ss.Layout.fsdp2())
+    with pytest.raises(ValueError, match=r"Gpu\.link is 'nvlink4'.*Nearest fix: link='nvlink-4'\.$"):
+        plan.step()
 
 
 def test_usable_memory_and_price_date_are_checked() -> None:

@@ -20,6 +20,7 @@ from shardscope.core.errors import FieldError
 from shardscope.core.layout import Layout, find_largest_divisor, list_divisors, split_layers_evenly
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
+from shardscope.frameworks.formats.exported import describe_plan
 from shardscope.frameworks.registry import frameworks
 
 CONSTRUCTORS: dict[str, Any] = {
@@ -117,6 +118,35 @@ def test_unknown_fields_raise() -> None:
             make(tensor_parallel=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("tensor_parallel", "tp"), ("tensor_model_parallel_size", "tp"), ("pipeline_parallel_degree", "pp")],
+)
+def test_degrees_by_names_of_other_tools_raise_with_ours(name: str, near: str) -> None:
+    """The fix was sequence_parallel for one, and to leave the other out."""
+    with pytest.raises(FieldError) as caught:
+        Layout.megatron(**{name: 8})  # type: ignore[arg-type]
+    assert caught.value.fix == repr(near)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout.fsdp2(tp=8, pp=2), "FSDP2 (tp 8, pp 2)"),
+        (Layout.fsdp2(replicate=2, cp=2), "FSDP2 (HSDP, cp 2)"),
+        (Layout.zero(stage=1, pp=4), "DeepSpeed ZeRO-1 (pp 4)"),
+        (Layout.megatron(tp=2, pp=2, vpp=4), "Megatron-core (tp 2, pp 2, vpp 4)"),
+        (Layout.ddp(), "DDP"),
+    ],
+)
+def test_plans_and_their_files_name_all_degrees(layout: Layout, expected: str) -> None:
+    """Two plans that differ in tp alone had one name, in lists and above exported files."""
+    plan = Plan(ss.models["llama-3.1-8b"], Cluster.parse("2x8xh100-sxm-80gb"), Recipe(), layout)
+    assert f"with {expected}, full" in repr(plan)
+    assert str(plan).splitlines()[2].split(maxsplit=1)[1] == expected
+    assert describe_plan(plan).endswith(f", {expected}")
+
+
 def test_numpy_degrees_become_python_ints() -> None:
     layout = Layout.megatron(tp=np.int64(2))  # type: ignore[arg-type]
     assert layout == Layout.megatron(tp=2)
@@ -208,6 +238,16 @@ def test_megatron_splits_layers_over_stages(layers: int, pp: int, stages: list[i
     arch = replace(LLAMA, num_hidden_layers=layers)
     plan = Plan(arch, Cluster.parse(f"{pp}xh100-sxm-80gb"), Recipe(), Layout.megatron(pp=pp))
     assert list(plan.stage_layers) == stages
+
+
+def test_experts_that_are_sliced_over_tp_may_be_whole() -> None:
+    """The fix of ep=8 next to tp=8, as DeepSeek-V3 is trained, was ep=1: no expert parallelism."""
+    cluster = Cluster.parse("8x8xh100-sxm-80gb")
+    layout = Layout.megatron(tp=8, pp=8, ep=8)
+    with pytest.raises(FieldError, match=r"Layout\.ep is 8; .*etp=8.*Nearest fix: etp=1\.$") as caught:
+        Plan(ss.models["mixtral-8x7b"], cluster, Recipe(), layout)
+    fixed = replace(layout, **(caught.value.fix_values or {}))
+    assert Plan(ss.models["mixtral-8x7b"], cluster, Recipe(), fixed).degrees.ep == 8
 
 
 def test_invalid_megatron_pp_raises_with_the_nearest_valid() -> None:

@@ -107,7 +107,7 @@ def test_the_suggested_fix_is_the_nearest_number(value: Any, near: str) -> None:
 def test_fault_33_invalid_choices_raise_with_all_choices(field: str, value: Any) -> None:
     error = catch_error(field, value)
     assert all(repr(choice) in error.allowed for choice in CHOICES[field] if choice is not None)
-    assert error.fix.strip("'") in CHOICES[field]
+    assert error.fix_values is not None and error.fix_values[field] in CHOICES[field]
 
 
 @pytest.mark.parametrize("field", sorted(set(CHOICES) - OPTIONAL))
@@ -124,9 +124,19 @@ def test_choices_without_a_default_reject_none(field: str) -> None:
         ("optimizer", "adamw8bit", "'adamw_8bit'"),
         ("method", "QLoRA", "'qlora'"),
         ("precision", "fp8_mixed", "'fp8-mixed'"),
+        # Lightning's and transformers' names: spelling alone led to another optimizer or precision.
+        ("precision", "bf16-true", "'bf16'"),
+        ("optimizer", "adamw_torch_fused", "'adamw'"),
+        ("optimizer", "adamw_torch", "'adamw_foreach'"),
+        ("optimizer", "paged_adamw_32bit", "'paged_adamw'"),
+        ("optimizer", None, "'adamw'"),
+        # Switches: "true" is spelled like "none", and "false" like "full".
+        ("recompute", True, "'full'"),
+        ("recompute", False, "'none'"),
+        ("kernels", False, "None"),
     ],
 )
-def test_misspelt_choices_raise_with_the_nearest(field: str, value: str, near: str) -> None:
+def test_misspelt_choices_raise_with_the_nearest(field: str, value: Any, near: str) -> None:
     assert catch_error(field, value).fix == near
 
 
@@ -182,8 +192,9 @@ def test_fault_33_floats_must_be_finite_and_in_range(field: str, value: Any) -> 
 
 
 def test_integers_and_numpy_floats_become_floats() -> None:
-    recipe = Recipe(dropout=0, expert_imbalance=np.float64(2), expert_capacity_factor=1)
-    assert [type(value) for value in (recipe.dropout, recipe.expert_imbalance)] == [float, float]
+    recipe = Recipe(dropout=0, expert_imbalance=np.float64(2), expert_capacity_factor=np.float32(1))
+    values = (recipe.dropout, recipe.expert_imbalance, recipe.expert_capacity_factor)
+    assert [type(value) for value in values] == [float] * 3
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 

@@ -290,6 +290,13 @@ def test_start_commands_in_files_md_run(layout: Any, tmp_path: Path) -> None:
             assert done.returncode == 0 and "train.py" in done.stdout, done.stderr
 
 
+def test_files_md_counts_one_rank_as_one() -> None:
+    """A plan for one GPU started "all 1 ranks"."""
+    for number, expected in ((1, "starts 1 rank"), (2, "starts all 2 ranks")):
+        text = render_texts(build_small_plan(ss.Layout.ddp(), f"{number}xcpu"))["FILES.md"]
+        assert f"- `job.sbatch`: {expected} as a job of Slurm" in text
+
+
 def test_sbatch_on_gpus_requests_exclusive_nodes() -> None:
     """Slurm's usual default is one CPU for all ranks."""
     job = render_texts(build_small_plan(ss.Layout.zero(offload_optimizer="cpu"), "2x8xh100-sxm-80gb"))[
@@ -331,6 +338,8 @@ def test_megatron_arguments_reach_pretrain_gpt_unchanged(tmp_path: Path) -> None
     )
     script = arguments.index("/opt/Megatron-LM/pretrain_gpt.py")
     assert arguments[arguments.index("--moe-layer-freq") + 1] == "([1]*32)"
+    # Predictions are those of grouped matmuls: by default a rank's experts run one after the other.
+    assert "--moe-grouped-gemm" in arguments
     assert arguments[-2:] == ["--train-iters", "5"]
     parsed = ss.Plan.from_megatron(
         arguments[script + 1 : -2], architecture=plan.architecture, cluster=plan.cluster

@@ -60,6 +60,24 @@ def test_the_loss_stays_whole_where_chunks_gain_nothing() -> None:
     assert advised.step().seconds < 1.02 * chunked.step().seconds
 
 
+def test_the_loss_is_whole_again_where_another_change_makes_room() -> None:
+    """ZeRO-3's chunked loss cannot be launched: it stayed for a larger micro-batch, and was slower."""
+    recipe = {"seq_len": 2048, "global_batch_size": 16, "method": "lora"}
+    advised = recommend_plan("qwen2.5-14b", "1xrtx-4090-24gb", **recipe).plan
+    assert advised is not None
+    assert advised.memory().verdict == "fits" and advised.recipe.loss is None
+
+
+def test_a_tight_plan_gives_way_to_its_chunked_loss() -> None:
+    """The advised plan took 89 % of the memory, and a finding on it asked to compute the loss in chunks."""
+    recipe = {"seq_len": 2048, "global_batch_size": 16}
+    advised = recommend_plan("llama-3.1-8b", "1xrtx-4090-24gb", **recipe).plan
+    assert advised is not None and is_trained(advised)
+    assert advised.memory().verdict == "fits"
+    tight = replace(advised, recipe=replace(advised.recipe, micro_batch_size=4, loss=None))
+    assert tight.memory().is_tight and advised.step().seconds < tight.step().seconds
+
+
 @pytest.mark.parametrize(
     ("model", "cluster", "recipe"),
     [

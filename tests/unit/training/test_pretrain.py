@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardscope as ss
@@ -41,6 +42,7 @@ def test_creating_a_task_imports_no_torch() -> None:
         ("num_steps", "40", "40"),
         ("num_steps", 10.5, "10"),
         ("num_steps", "ten", "50"),
+        ("num_steps", None, "50"),
         ("learning_rate", "fast", r"0\.001"),
         ("learning_rate", float("nan"), r"0\.001"),
         ("weight_decay", None, r"0\.1"),
@@ -66,6 +68,29 @@ def test_creating_a_task_imports_no_torch() -> None:
 def test_an_invalid_field_is_refused_with_a_fix(field: str, value: Any, fix: str) -> None:
     with pytest.raises(ValueError, match=rf"^Pretrain\.{field} is .*; allowed: .*Nearest fix: {fix}\.$"):
         Pretrain(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda: Pretrain(lr=1e-3), "learning_rate"),  # type: ignore[call-arg]
+        (lambda: ss.Finetune("folder", epochs=3), "num_epochs"),  # type: ignore[arg-type, call-arg]
+        (lambda: ss.Script("train.py", args=["--seed", "1"]), "arguments"),  # type: ignore[call-arg]
+        (lambda: ss.Slurm(partiton="h100"), "partition"),  # type: ignore[call-arg]
+        (lambda: ss.Ray(adress="auto"), "address"),  # type: ignore[call-arg]
+    ],
+    ids=["pretrain", "finetune", "script", "slurm", "ray"],
+)
+def test_a_misspelt_option_is_refused_with_the_nearest(make: Any, fix: str) -> None:
+    with pytest.raises(ValueError, match=rf"key is '.*'; allowed: .*{fix}.*Nearest fix: '{fix}'\.$"):
+        make()
+
+
+def test_numbers_of_numpys_become_pythons() -> None:
+    """The run folder left out num_steps of a frame's column, so that the run had no length."""
+    task = Pretrain(num_steps=np.int64(3), learning_rate=np.float32(0.5), seed=np.int64(1))
+    assert (task.num_steps, task.learning_rate, task.seed) == (3, 0.5, 1)
+    assert [type(value) for value in (task.num_steps, task.learning_rate, task.seed)] == [int, float, int]
 
 
 def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

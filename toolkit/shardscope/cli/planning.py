@@ -150,7 +150,7 @@ def _print_plan(
     mfu = f", MFU {format_share(step.mfu)}" if step and step.mfu is not None else ""
     print_fields(
         {
-            "plan": f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}",
+            "plan": f"{plan.architecture.name} on {plan.cluster}, {plan.layout.full_description}",
             "memory": f"{memory.verdict}: {peak} ({low} to {high}), {phase}",
             "step": why_no_step
             if step is None

@@ -11,7 +11,6 @@ from typing import Literal, Self
 
 from shardscope.core.errors import (
     Value,
-    add_article,
     check_choice,
     check_flag,
     check_integer,
@@ -90,6 +89,9 @@ class Gpu(Serializable):
         for optional in ("architecture", "link"):
             if getattr(self, optional) is not None:
                 check_printable(f"Gpu.{optional}", getattr(self, optional), Value("my-gpu"))
+        # NVIDIA writes "Hopper"; formulas, rates and attention kernels are looked up by the catalogue's name.
+        if self.architecture is not None:
+            object.__setattr__(self, "architecture", self.architecture.lower())
         # The driver reserves a part of the memory, so ``usable_bytes`` is at most ``memory_bytes``.
         memory = check_integer("Gpu.memory_bytes", self.memory_bytes, low=2**20, high=MAX_BYTES)
         check_integer("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)
@@ -172,15 +174,17 @@ class Cluster(Serializable):
     """Read bandwidth of one node's NVMe; None: unknown."""
 
     def __post_init__(self) -> None:
-        for name, noun in (
-            ("gpu", Gpu),
-            ("intra_node_link", Link),
-            ("inter_node_link", Link),
-            ("host_link", Link),
+        if not isinstance(self.gpu, Gpu):
+            refuse("Cluster.gpu", self.gpu, "a Gpu", "ss.gpus['h100-sxm-80gb']")
+        for name, usual in (
+            ("intra_node_link", "nvlink-4"),
+            ("inter_node_link", "infiniband-ndr"),
+            ("host_link", "pcie-5-x16"),
         ):
-            if not isinstance(getattr(self, name), noun):
-                fix = "ss.gpus['h100-sxm-80gb']" if noun is Gpu else "Cluster.parse('8xh100-sxm-80gb')"
-                refuse(f"Cluster.{name}", getattr(self, name), add_article(noun.__name__), fix)
+            value = getattr(self, name)
+            if not isinstance(value, Link):
+                link = value if isinstance(value, str) and value else usual
+                refuse(f"Cluster.{name}", value, "a Link", f"shardscope.catalog.links[{link!r}]")
         check_integer("Cluster.gpus_per_node", self.gpus_per_node, low=1, high=1_024)
         check_integer("Cluster.num_nodes", self.num_nodes, low=1, high=MAX_NODES)
         for name in ("host_memory_bytes", "nvme_bytes"):

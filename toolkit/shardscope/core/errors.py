@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import linecache
 import math
+import numbers
 import re
 import sys
 import traceback
@@ -252,6 +253,11 @@ def check_number(field: str, value: object, *, low: float, high: float, default:
     return number
 
 
+def convert_numpy_float(value: object) -> object:
+    """Return a float of numpy's as Python's, which JSON can encode; others unchanged."""
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, int) else value
+
+
 def check_flag(field: str, value: object) -> bool:
     """Return ``value``. Raises ``ValueError`` unless it is True or False (not 0 or 1)."""
     if not isinstance(value, bool):
@@ -280,7 +286,7 @@ def check_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -
     names = list(allowed)
     for key in data:
         if key not in names:
-            similar = find_similar(key, names)
+            similar = _find_by_other_name(key, names) or find_similar(key, names)
             fix = repr(similar) if similar else f"leave {key} out"
             error = FieldError(f"{owner} key", key, ", ".join(names) or "none", fix)
             # The key itself, so that its line in the file is found (``text_positions.py``).
@@ -309,10 +315,56 @@ def find_similar(value: object, options: Iterable[str]) -> str | None:
 
 
 def find_nearest(value: object, options: list[Option]) -> Option:
-    """Return the option that starts with ``value`` or is spelled most similarly; else the first one."""
+    """Return the option that another tool calls ``value``, that starts with it or is spelled most similarly;
+    else the first one.
+
+    A switch means the option that turns it on or off: ``recompute=True`` is "full", and False is "none".
+    """
+    if value is None or isinstance(value, bool):
+        is_off = [option in (None, "none") for option in options]
+        wanted = [option for option, off in zip(options, is_off, strict=True) if off != (value is True)]
+        return next((option for option in wanted if option == "full"), (wanted or options)[0])
     texts = [str(option) for option in options]
-    match = _find_by_spelling(value, texts, 0.3)
+    match = _find_by_other_name(value, texts) or _find_by_spelling(value, texts, 0.3)
     return options[0] if match is None else options[texts.index(match)]
+
+
+_OTHER_NAMES = {
+    # transformers' optim, Apex's, bitsandbytes' and torchao's numbers, Lightning's precision
+    **dict.fromkeys(("adam", "adamw_torch_fused", "fused_adam"), "adamw"),
+    **dict.fromkeys(("fusedadam", "adamw_fused", "adamw_apex_fused"), "adamw"),
+    "adamw_torch": "adamw_foreach",
+    "adamw_torch_8bit": "adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw",
+    **dict.fromkeys(("4bit", "4-bit", "int4", "fp4", "load_in_4bit"), "nf4"),
+    **dict.fromkeys(("8bit", "8-bit", "load_in_8bit"), "int8"),
+    **dict.fromkeys(("bf16-true", "bf16_true"), "bf16"),
+    **dict.fromkeys(("mixed", "amp"), "bf16-mixed"),
+    # Megatron-LM's, torchtitan's and transformers' options
+    **dict.fromkeys(("tensor_parallel", "tensor_model_parallel"), "tp"),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_model_parallel"), "pp"),
+    **dict.fromkeys(("virtual_pipeline", "virtual_pipeline_model_parallel"), "vpp"),
+    "num_virtual_stages_per_pipeline_rank": "vpp",
+    "context_parallel": "cp",
+    **dict.fromkeys(("expert_parallel", "expert_model_parallel"), "ep"),
+    "expert_tensor_parallel": "etp",
+    "sp": "sequence_parallel",
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "recompute"),
+    **dict.fromkeys(("max_length", "max_seq_length", "block_size", "context_length"), "seq_len"),
+    **dict.fromkeys(("model", "arch"), "architecture"),
+    "lr": "learning_rate",
+    **dict.fromkeys(("steps", "max_steps", "train_iters"), "num_steps"),
+    **dict.fromkeys(("epochs", "max_epochs", "num_train_epochs"), "num_epochs"),
+    "args": "arguments",
+}
+"""Names of other tools, in lower case -> ours."""
+
+
+def _find_by_other_name(value: object, texts: list[str]) -> str | None:
+    """Return the option that other tools call ``value``; None if it is none of ``texts``."""
+    text = str(value).lower()
+    name = _OTHER_NAMES.get(text.removesuffix("_size").removesuffix("_degree"), _OTHER_NAMES.get(text))
+    return name if name in texts else None
 
 
 def _find_by_spelling(value: object, texts: list[str], cutoff: float) -> str | None:
@@ -331,16 +383,18 @@ def _find_nearest_number(value: object, low: int, high: int, default: object) ->
     return Value(int(min(max(round(number) if math.isfinite(number) else number, low), high)))
 
 
-_SUFFIXES = {"k": 2**10, "m": 2**20}
-"""Letters after a number, as in "8k" tokens."""
+_SUFFIXES = {"k": 2**10, "m": 2**20, "kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40}
+"""Letters after a number, as in "8k" tokens, and units of memory, of which vendors mean powers of two."""
+_WITH_SUFFIX = re.compile(r"(.*\d)\s*(?:([kmgt])i?(b)|([km]))")
 
 
 def _read_number(value: object) -> float:
     """Return the number that a value of another type stands for ("1e-3", "8k"); nan if none."""
     text = value.strip().lower() if isinstance(value, str) else value
     factor = 1
-    if isinstance(text, str) and text[-1:] in _SUFFIXES:
-        text, factor = text[:-1], _SUFFIXES[text[-1]]
+    if isinstance(text, str) and (match := _WITH_SUFFIX.fullmatch(text)):
+        text, *letters = match.groups(default="")
+        factor = _SUFFIXES["".join(letters)]
     try:
         return factor * float(text)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):

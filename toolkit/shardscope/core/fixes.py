@@ -74,6 +74,20 @@ def suggest_complete_fixes(kind: type[T]) -> type[T]:
     return kind
 
 
+def refuse_unknown_keywords(kind: type[T]) -> type[T]:
+    """Decorate a dataclass so that unknown keywords raise ``ValueError`` with the nearest known one."""
+    names = _get_init_fields(kind)
+    initialize = kind.__init__
+
+    @wraps(initialize)
+    def initialize_checked(self: T, *args: object, **values: object) -> None:
+        check_keys(kind.__name__, values, names)
+        initialize(self, *args, **values)
+
+    kind.__init__ = initialize_checked  # type: ignore[method-assign, assignment]
+    return kind
+
+
 def check_keywords(create: Callable[P, R]) -> Callable[P, R]:
     """Decorate a factory so that unknown keywords raise ``ValueError`` with the nearest known one."""
     parameters = inspect.signature(create).parameters.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, isqrt, prod
@@ -21,6 +22,9 @@ OptionValue = bool | int | str | None
 """Value of a layout's field."""
 
 MAX_DEGREE = 2**20
+
+_DEGREES = ("tp", "pp", "cp", "ep", "vpp")
+"""Fields that :attr:`Layout.full_description` names if they are above one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +199,19 @@ class Layout(Serializable):
     def description(self) -> str:
         """The framework and this layout's distinctive options, as text for the Studio."""
         return self.title
+
+    @property
+    def full_description(self) -> str:
+        """The description with all degrees above one, which tell two plans apart: ``FSDP2 (HSDP, tp 8)``."""
+        text = self.description
+        degrees = [f"{name} {getattr(self, name, 1)}" for name in _DEGREES if getattr(self, name, 1) > 1]
+        # Some descriptions have degrees already: "Megatron-core (tp 8, pp 2)".
+        missing = [degree for degree in degrees if degree not in re.findall(r"[a-z]+ \d+", text)]
+        if not missing:
+            return text
+        # Into the parentheses that there are, not into a second pair.
+        more = ", ".join(missing)
+        return f"{text[:-1]}, {more})" if text.endswith(")") else f"{text} ({more})"
 
     @staticmethod
     @check_keywords

@@ -127,7 +127,7 @@ class Plan(Serializable):
     def __repr__(self) -> str:
         recipe = self.recipe
         return (
-            f"<Plan: {self.architecture.name} on {self.cluster} with {self.layout.description}, "
+            f"<Plan: {self.architecture.name} on {self.cluster} with {self.layout.full_description}, "
             f"{recipe.method}, {recipe.precision}, "
             f"{format_count(recipe.global_batch_size, 'sequence')} of {recipe.seq_len:,} tokens>"
         )
@@ -139,7 +139,7 @@ class Plan(Serializable):
         return {
             "model": f"{self.architecture.name}, {self.architecture.num_parameters:,} parameters",
             "cluster": str(self.cluster),
-            "framework": self.layout.description,
+            "framework": self.layout.full_description,
             "degrees": ", ".join(split) or "one rank",
             "training": f"{recipe.method}, {recipe.precision}, {recipe.optimizer}",
             "batch": f"{format_count(recipe.global_batch_size, 'sequence')} of {recipe.seq_len:,} tokens "

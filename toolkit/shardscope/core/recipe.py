@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from shardscope.core.errors import Value, check_choice, check_flag, check_integer, check_number, refuse
+from shardscope.core.errors import (
+    Value,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    convert_numpy_float,
+    refuse,
+)
 from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.serialization import Serializable
 
@@ -137,8 +145,7 @@ class Recipe(Serializable):
         for field, choices in CHOICES.items():
             check_choice(f"Recipe.{field}", getattr(self, field), choices)
         for field, choices in OPEN_CHOICES.items():
-            if getattr(self, field) is not None:
-                check_choice(f"Recipe.{field}", getattr(self, field), choices)
+            check_choice(f"Recipe.{field}", getattr(self, field), (None, *choices))
         check_flag("Recipe.packing", self.packing)
         check_flag("Recipe.use_rslora", self.use_rslora)
         check_flag("Recipe.use_dora", self.use_dora)
@@ -169,7 +176,9 @@ class Recipe(Serializable):
         if value is None and field == "expert_capacity_factor":
             return
         default = getattr(type(self), field)
-        number = check_number(f"Recipe.{field}", value, low=low, high=high, default=default)
+        number = check_number(
+            f"Recipe.{field}", convert_numpy_float(value), low=low, high=high, default=default
+        )
         object.__setattr__(self, field, number)
 
     def _check_recompute(self) -> None:

@@ -130,7 +130,7 @@ def _describe_plan(run: Run) -> str:
         plan = run.plan
     except ValueError:
         return "cannot be read"
-    return f"{plan.architecture.name}, {plan.cluster}, {plan.layout.description}"
+    return f"{plan.architecture.name}, {plan.cluster}, {plan.layout.full_description}"
 
 
 def _restore_special(record: dict[str, object]) -> dict[str, object]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardscope.catalog import links, load_efficiency
 from shardscope.core.cluster import ASSUMED_LINK, ASSUMED_NETWORK
-from shardscope.core.errors import refuse
+from shardscope.core.errors import find_similar, refuse
 from shardscope.core.ops import maximum
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ def check_links(cluster: Cluster, rates: Rates) -> None:
             name,
             f"the link between GPUs of one node, one of {', '.join(links)}; or another intra_node_link of "
             "the cluster, or a calibration of the machine",
-            {"link": ASSUMED_LINK},
+            {"link": find_similar(name, links) or ASSUMED_LINK},
         )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from shardscope.core.errors import refuse
+from shardscope.core.fixes import refuse_unknown_keywords
 from shardscope.frameworks.accelerate import plugins
 from shardscope.machine.user_folders import expand_home
 from shardscope.training.tasks.lazy_functions import check_was_run, refuse_lazy_function
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from shardscope.frameworks.accelerate.watch import ScriptContext
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True)
 class Script:
     """A user's Accelerate training script: ``shardscope.launch(plan, Script("train.py"))``.

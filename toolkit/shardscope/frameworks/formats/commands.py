@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from shardscope.core.number_format import format_count
 from shardscope.frameworks.formats.cluster_jobs import list_absent_jobs, render_cluster_jobs
 from shardscope.frameworks.formats.exported import Absent, Exported, render_header
 from shardscope.frameworks.formats.text import make_shell_safe
@@ -46,6 +47,7 @@ def render_commands(plan: Plan, program: str, *, needs: str = "", environment: s
 
     ``needs`` is a comment on prerequisites; ``environment`` is shell lines that run before torchrun.
     """
+    ranks = format_count(plan.world_size, "rank")
     return [
         Exported(
             name="torchrun.sh",
@@ -55,7 +57,7 @@ def render_commands(plan: Plan, program: str, *, needs: str = "", environment: s
         ),
         Exported(
             name="job.sbatch",
-            what=f"starts all {plan.world_size} ranks as a job of Slurm",
+            what=f"starts {ranks if plan.world_size == 1 else f'all {ranks}'} as a job of Slurm",
             text=_render_sbatch(plan, program, needs, environment),
         ),
     ]
@@ -65,7 +67,7 @@ def _describe_start(plan: Plan) -> str:
     """Return what ``torchrun.sh`` starts."""
     nodes, per_node = plan.cluster.num_nodes, plan.cluster.gpus_per_node
     if nodes == 1:
-        return f"starts {plan.world_size} ranks"
+        return f"starts {format_count(plan.world_size, 'rank')}"
     return f"starts this node's {per_node} of {plan.world_size} ranks, when run on each of the {nodes} nodes"
 
 

@@ -122,7 +122,8 @@ def _is_default(value: object, default: object) -> bool:
 def read_text(file: str | Path) -> str:
     """Return the text of ``file``. Raises ``ValueError`` unless it is a readable UTF-8 file of up to 1 MB."""
     if not isinstance(file, str | Path) or not str(file) or "\0" in str(file):
-        refuse("file", file, "the path of a file", Value("exported/plan.json"))
+        has_content = isinstance(file, Mapping)
+        refuse("file", file, "the path of a file", "a file with this" if has_content else "the file's path")
     path = expand_home(file)
     try:
         status = path.stat()

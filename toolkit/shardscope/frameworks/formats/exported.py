@@ -67,4 +67,4 @@ def render_header(plan: Plan, *sentences: str) -> str:
 
 def describe_plan(plan: Plan) -> str:
     """Return a description of the plan in one line."""
-    return f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}"
+    return f"{plan.architecture.name} on {plan.cluster}, {plan.layout.full_description}"

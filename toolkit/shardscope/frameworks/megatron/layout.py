@@ -215,7 +215,7 @@ class MegatronLayout(Layout):
         self.check_attention(cluster, recipe)
         data_parallel = compute_remaining_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
         self._check_expert_tp(architecture)
-        check_experts(architecture, self.ep, data_parallel * self.cp * self.tp // self.expert_tp)
+        self._check_expert_ranks(architecture, data_parallel * self.cp * self.tp)
         self.check_sequence(architecture, recipe)
         degrees = self.fill_degrees(data_parallel)
         # Called for the error that it raises if the layers cannot be split.
@@ -224,6 +224,18 @@ class MegatronLayout(Layout):
         if recipe.precision == "fp8-mixed":
             self.check_fp8(architecture, cluster, recipe)
         return degrees
+
+    def _check_expert_ranks(self, architecture: Architecture, ranks: int) -> None:
+        """Raise ``ValueError`` for an ep that does not divide the ``ranks`` of a stage, divided by etp."""
+        experts, left = architecture.mixture_of_experts, ranks // self.expert_tp
+        is_split = experts is not None and experts.num_experts % self.ep == 0 and left % self.ep > 0
+        # Experts are sliced over tp by default; whole ones leave the ranks of tp to ep.
+        if is_split and ranks % self.ep == 0:
+            allowed = (
+                f"a divisor of the {left} ranks that etp={self.expert_tp} leaves, which is tp by default"
+            )
+            refuse("Layout.ep", self.ep, allowed, {"etp": 1})
+        check_experts(architecture, self.ep, left)
 
     def fill_degrees(self, left: int) -> Degrees:
         """Return the degrees with ``left`` data-parallel ranks, which shard a distributed optimizer."""

@@ -17,7 +17,7 @@ from shardscope.core.errors import FieldError, Value, check_choice, find_nearest
 from shardscope.core.number_format import format_share
 from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
-from shardscope.frameworks.registry import check_trained
+from shardscope.frameworks.registry import check_trained, list_layout_names
 from shardscope.planner.abilities import TITLES
 from shardscope.planner.advice import (
     descriptions,
@@ -253,10 +253,13 @@ def _check_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
     if isinstance(familiar_with, str) or not isinstance(familiar_with, Iterable):
         near = find_nearest(familiar_with, list(TITLES))
         refuse("familiar_with", familiar_with, f"several of {', '.join(TITLES)}", Value((near,)))
-    return tuple(
-        check_choice("familiar_with", name.lower() if isinstance(name, str) else name, TITLES)
-        for name in familiar_with
-    )
+    names = [name.lower() if isinstance(name, str) else name for name in familiar_with]
+    layouts = list_layout_names()
+    for name in names:
+        # A layout may have another name than its framework, as in a search.
+        if isinstance(name, str) and name not in TITLES and name in layouts:
+            refuse("familiar_with", name, f"names among {', '.join(TITLES)}", Value(layouts[name]))
+    return tuple(check_choice("familiar_with", name, TITLES) for name in names)
 
 
 def _explain_advice(path: QuestionPath, best: EvaluatedPlan, alternatives: Sequence[Alternative]) -> str:

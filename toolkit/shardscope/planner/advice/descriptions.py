@@ -27,21 +27,12 @@ AGAIN = {
 def name_plan(plan: Plan, wanted: Recipe | None = None) -> str:
     """Return a layout's name with the changes to ``wanted``:
     ``FSDP2 (tp 8), micro-batch 1, full recomputation``."""
-    layout, degrees, recipe = plan.layout, plan.degrees, plan.recipe
-    name_text = layout.description
-    # description already names some degrees ("Megatron-core (tp 8, pp 2)"): add only the others.
-    more = [
-        f"{name} {getattr(degrees, name)}"
-        for name in ("tp", "pp", "vpp", "cp", "ep")
-        if getattr(degrees, name) > 1 and f"{name} {getattr(degrees, name)}" not in name_text
-    ]
+    layout, recipe = plan.layout, plan.recipe
+    name_text = layout.full_description
     if getattr(layout, "reshard_after_forward", True) is False:
-        more.append("weights kept between forward and backward")
-    # Add to existing parentheses instead of opening a second pair.
-    if more and name_text.endswith(")"):
-        name_text = f"{name_text[:-1]}, {', '.join(more)})"
-    elif more:
-        name_text += f" ({', '.join(more)})"
+        kept = "weights kept between forward and backward"
+        # Add to existing parentheses instead of opening a second pair.
+        name_text = f"{name_text[:-1]}, {kept})" if name_text.endswith(")") else f"{name_text} ({kept})"
     parts = [name_text]
     # Then the changes to the recipe; without a requested recipe, what the reader needs to tell plans apart.
     if wanted is None or recipe.micro_batch_size != wanted.micro_batch_size:
@@ -143,7 +134,8 @@ def describe_recipe_changes(evaluated: EvaluatedPlan, wanted: Recipe) -> str:
     if recipe.recompute != wanted.recompute:
         changes.append(AGAIN.get(recipe.recompute, "no recomputation"))
     if recipe.loss != wanted.loss:
-        changes.append(f"the loss {'in chunks' if recipe.loss == 'chunked' else recipe.loss}")
+        losses = {"chunked": "in chunks", None: "whole"}
+        changes.append(f"the loss {losses.get(recipe.loss, recipe.loss)}")
     return " and ".join(changes)
 
 

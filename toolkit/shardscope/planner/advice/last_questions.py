@@ -126,7 +126,8 @@ def ask_dominating_plan(path: QuestionPath) -> None:
         better = _find_dominating(path, path.current)
         if better is None:
             break
-        path.set_current(OUTDOES, better)
+        # A search keeps the recipe's loss, with which the plan may be tight or its micro-batch small.
+        path.set_current(OUTDOES, path.evaluator.with_room(better))
     current = path.current
     if current is None or first is None or current is first:
         return

@@ -242,12 +242,28 @@ class PlanEvaluator:
             is_own = loss == evaluated.plan.recipe.loss
             larger = list(self._list_larger(evaluated, loss))
             fastest = find_fastest([evaluated, *larger])
+            if fastest is None:
+                continue
+            if _loosens(fastest, best):
+                best = _choose_smallest(larger, fastest, evaluated.plan.recipe)
+                continue
             least = WORTH_A_SETTING if is_own else PAYS
-            if fastest and is_faster(fastest, best, least):
+            if is_faster(fastest, best, least):
                 # A smaller micro-batch that is about as fast has to be worth the change, too.
                 worth = [one for one in larger if is_faster(one, best, least)]
                 best = _choose_smallest(worth, fastest, evaluated.plan.recipe)
-        return best
+        return best if best is evaluated else self._with_requested_loss(best)
+
+    def _with_requested_loss(self, evaluated: EvaluatedPlan) -> EvaluatedPlan:
+        """Return the plan without its chunked loss, if that gains nothing any more: another micro-batch or
+        recomputation may have made as much room."""
+        recipe = evaluated.plan.recipe
+        if recipe.loss == self.recipe.loss:
+            return evaluated
+        whole = self.evaluate_fitting_plan(evaluated.plan.layout, replace(recipe, loss=self.recipe.loss))
+        if whole is None or whole.report.is_tight or is_faster(evaluated, whole, WORTH_A_SETTING):
+            return evaluated
+        return whole
 
     def _list_larger(self, evaluated: EvaluatedPlan, loss: Loss | None) -> Iterator[EvaluatedPlan]:
         """Yield plans with this loss that are not tight: larger micro-batches, or less recomputation."""
@@ -262,7 +278,10 @@ class PlanEvaluator:
                 changed = replace(other, micro_batch_size=size, loss=loss)
                 # The same size pays only with less recomputation; more of it needs the larger micro-batch
                 # that it makes room for.
-                if size == recipe.micro_batch_size and not _is_less(again, recipe.recompute):
+                is_same_size = size == recipe.micro_batch_size and not _is_less(again, recipe.recompute)
+                # The chunked loss alone may be what a tight plan lacks.
+                only_loosens = evaluated.report.is_tight and loss != recipe.loss and again == recipe.recompute
+                if is_same_size and not only_loosens:
                     continue  # Unchanged, or more recomputation without a larger micro-batch.
                 larger = self.evaluate_plan(layout, changed)
                 if isinstance(larger, str):  # Such as a number of micro-batches that pipelines do not take.
@@ -271,6 +290,12 @@ class PlanEvaluator:
                 if not larger.fits or larger.report.is_tight:
                     break
                 yield larger
+
+
+def _loosens(evaluated: EvaluatedPlan, other: EvaluatedPlan) -> bool:
+    """Return whether only ``other`` is tight, and not faster by more than the prediction error."""
+    is_looser = other.report.is_tight and not evaluated.report.is_tight
+    return is_looser and not is_faster(other, evaluated)
 
 
 def _choose_smallest(runs: Iterable[EvaluatedPlan], fastest: EvaluatedPlan, recipe: Recipe) -> EvaluatedPlan:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import FieldError, Value, find_similar, refuse
+from shardscope.core.fixes import refuse_unknown_keywords
 from shardscope.records.json_values import is_int
 from shardscope.records.redaction import redact
 from shardscope.runs.backends.ray.target import Ray
@@ -67,6 +68,7 @@ MEMORY = frozenset({"mem", "mem-per-cpu", "mem-per-gpu"})
 MAX_LINES = 1000
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
     """A Slurm cluster as the target of ``ss.launch(plan, task, on=ss.Slurm(...))``.

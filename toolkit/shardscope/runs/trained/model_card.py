@@ -235,7 +235,7 @@ def _list_training(run: Run, plan: Plan) -> Iterator[Row]:
     if is_number(trained):
         yield "trained parameters", f"{trained:,.0f}"
     yield "hardware", f"{format_code(str(plan.cluster))}, {plan.world_size} rank{'s' * (plan.world_size > 1)}"
-    yield "layout", format_code(plan.layout.description)
+    yield "layout", format_code(plan.layout.full_description)
     for field in fields(Recipe):
         value = getattr(plan.recipe, field.name)
         if field.name in ALWAYS_SHOWN or value != field.default:

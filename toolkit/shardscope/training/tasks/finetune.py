@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from shardscope.core.errors import check_choice, refuse, warn_user
+from shardscope.core.fixes import refuse_unknown_keywords
 from shardscope.core.number_format import format_count
 from shardscope.frameworks.registry import check_config
 from shardscope.records.json_files import read_json
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from shardscope.training.validation import Validation
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class Finetune(TextTask):
     """Fine-tuning task: ``shardscope.launch(plan, Finetune("folder", "data.jsonl"))``.

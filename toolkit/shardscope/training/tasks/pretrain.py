@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import refuse
+from shardscope.core.fixes import refuse_unknown_keywords
 from shardscope.training.data.tokenizer import SHIPPED_TEXT, VOCAB_SIZE, write_tokenizer
-from shardscope.training.tasks.text_task import TextTask, resolve_text
+from shardscope.training.tasks.text_task import MAX_STEPS, TextTask, resolve_text
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from shardscope.training.engine import Engine
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(TextTask):
     """Pretraining task: ``shardscope.launch(plan, Pretrain())``.
@@ -35,6 +37,8 @@ class Pretrain(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # The common class lets tasks without a number of steps count passes over their data.
+        self._check_integer("num_steps", 1, MAX_STEPS)
         self._check_number("learning_rate", 10.0)
         if self.text is not None:
             object.__setattr__(self, "text", resolve_text(self._field("text"), self.text))

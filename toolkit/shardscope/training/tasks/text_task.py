@@ -22,6 +22,7 @@ from shardscope.core.errors import (
     check_flag,
     check_integer,
     check_number,
+    convert_numpy_float,
     refuse,
     warn_user,
 )
@@ -175,11 +176,15 @@ class TextTask(ABC):
 
     def _check_integer(self, name: str, low: int, high: int) -> None:
         default = getattr(type(self), name)
-        check_integer(self._field(name), getattr(self, name), low=low, high=high, default=default)
+        number = check_integer(self._field(name), getattr(self, name), low=low, high=high, default=default)
+        # The run folder's JSON has no numbers of numpy's.
+        object.__setattr__(self, name, number)
 
     def _check_number(self, name: str, high: float) -> None:
         default = getattr(type(self), name)
-        check_number(self._field(name), getattr(self, name), low=0.0, high=high, default=default)
+        value = convert_numpy_float(getattr(self, name))
+        number = check_number(self._field(name), value, low=0.0, high=high, default=default)
+        object.__setattr__(self, name, number)
 
     def _check_learning_rate(self) -> None:
         try:

@@ -107,6 +107,8 @@ def _build_expert_flags(arch: Architecture) -> Flags:
             arch.is_moe_layer(index) for index in range(arch.num_hidden_layers)
         ),
         "moe-token-dispatcher-type": "alltoall",
+        # Predictions are those of TEGroupedMLP; the default runs a rank's experts one after the other.
+        "moe-grouped-gemm": None,
     }
     if experts.shared_expert_intermediate_size:
         flags["moe-shared-expert-intermediate-size"] = experts.shared_expert_intermediate_size

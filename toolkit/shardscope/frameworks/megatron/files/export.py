@@ -141,7 +141,7 @@ def _render_arguments(plan: Plan) -> str:
     if plan.architecture.num_moe_layers:
         notes.append(
             "So have routers and experts: --moe-router-load-balancing-type and --moe-aux-loss-coeff, without "
-            "which nothing evens the experts' load, --moe-router-score-function, --moe-grouped-gemm."
+            "which nothing evens the experts' load, and --moe-router-score-function."
         )
     if find_family(plan.architecture).activation not in ACTIVATIONS:
         notes.append(

@@ -27,6 +27,7 @@ from shardscope.frameworks.megatron.files.arguments import BACKENDS, OPTIMIZERS,
 from shardscope.frameworks.megatron.files.read_architecture import (
     ROTARY,
     SHAPE,
+    check_grouped_experts,
     check_padding,
     check_positions,
     read_architecture,
@@ -113,7 +114,7 @@ UNREAD_DEFAULTS = {"transformer-impl": "transformer_engine", "recompute-modules"
 ALONE = frozenset({
     *SWITCHES.values(), "group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias",
     "qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention",
-    "moe-router-pre-softmax", *COUNTED_ENDS, "fp16", "bf16", "grad-reduce-in-bf16",
+    "moe-router-pre-softmax", "moe-grouped-gemm", *COUNTED_ENDS, "fp16", "bf16", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "cross-entropy-loss-fusion", "recompute-activations",
     "use-flash-attn", "optimizer-cpu-offload", "use-megatron-fsdp", "use-custom-fsdp",
     "use-torch-fsdp2", ROTARY,
@@ -174,6 +175,7 @@ def read(
     )
     _check_split(document, plan)
     check_padding(document, plan)
+    check_grouped_experts(document, plan)
     return plan
 
 

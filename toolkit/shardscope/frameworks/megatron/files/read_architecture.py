@@ -24,7 +24,7 @@ SHAPE = (
     *("qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention", "q-lora-rank"),
     *("kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim", "rope-type", "num-experts"),
     *("moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq", "moe-token-dispatcher-type"),
-    *("moe-shared-expert-intermediate-size", "moe-router-pre-softmax"),
+    *("moe-shared-expert-intermediate-size", "moe-router-pre-softmax", "moe-grouped-gemm"),
 )
 """Flags that describe the architecture."""
 ROTARY = "use-rotary-position-embeddings"
@@ -145,6 +145,16 @@ def check_padding(document: Document, plan: Plan) -> None:
         )
 
 
+def check_grouped_experts(document: Document, plan: Plan) -> None:
+    """Warn of experts that Megatron-LM runs one after the other (``SequentialMLP``), its default."""
+    if plan.architecture.num_moe_layers and not document.get("moe-grouped-gemm"):
+        warn_user(
+            f"{document.locate('moe-grouped-gemm')} is missing: Megatron-LM then computes one expert "
+            "after the other. Memory and step time are predicted for all experts of a rank at once.",
+            UserWarning,
+        )
+
+
 def _expand_layer_freq(value: object, architecture: Architecture) -> object:
     """Return the pattern of layers for ``--moe-layer-freq N``, one with experts in N; other values unchanged.
 
@@ -159,10 +169,12 @@ def _expand_layer_freq(value: object, architecture: Architecture) -> object:
 _MISSING = object()
 _OPTIONAL_FLAGS = frozenset({
     "vocab-size", "make-vocab-size-divisible-by", "max-position-embeddings", "ffn-hidden-size", "kv-channels",
-    "moe-token-dispatcher-type", "moe-ffn-hidden-size", "rope-type",
+    "moe-token-dispatcher-type", "moe-ffn-hidden-size", "moe-grouped-gemm", "rope-type",
 })  # fmt: skip
 """Flags that a user's command line may omit in favor of a tokenizer or another flag."""
-_FREE_FLAGS = frozenset({"make-vocab-size-divisible-by", "moe-token-dispatcher-type", "rope-type"})
+_FREE_FLAGS = frozenset({
+    "make-vocab-size-divisible-by", "moe-token-dispatcher-type", "moe-grouped-gemm", "rope-type",
+})  # fmt: skip
 """Flags that may differ from the architecture's: :func:`check_padding` warns of the first one's effect."""
 _PADDING = 0.02
 """Largest share of an embedding that is padding: tokenizers of Qwen 2.5 have 151,665 entries of 152,064."""

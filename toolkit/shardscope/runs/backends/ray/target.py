@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, find_nearest, refuse
+from shardscope.core.fixes import refuse_unknown_keywords
 from shardscope.records.redaction import redact
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ KEYS = frozenset({
 MAX_BYTES = 2**20
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class Ray:
     """A Ray cluster as the target of ``ss.launch(plan, task, on=ss.Ray(...))``.
