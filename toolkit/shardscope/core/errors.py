@@ -19,6 +19,8 @@ from pathlib import PurePath
 from types import FrameType, TracebackType
 from typing import NoReturn, TypeAlias, TypeVar
 
+from shardscope.core.other_names import find_by_other_name
+
 Option = TypeVar("Option")
 
 # Matches the field in "tp=4" and "pp > 1", and both fields of "tp x pp".
@@ -286,7 +288,7 @@ def check_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -
     names = list(allowed)
     for key in data:
         if key not in names:
-            similar = _find_by_other_name(key, names) or find_similar(key, names)
+            similar = find_by_other_name(key, names) or find_similar(key, names)
             fix = repr(similar) if similar else f"leave {key} out"
             error = FieldError(f"{owner} key", key, ", ".join(names) or "none", fix)
             # The key itself, so that its line in the file is found (``text_positions.py``).
@@ -325,46 +327,8 @@ def find_nearest(value: object, options: list[Option]) -> Option:
         wanted = [option for option, off in zip(options, is_off, strict=True) if off != (value is True)]
         return next((option for option in wanted if option == "full"), (wanted or options)[0])
     texts = [str(option) for option in options]
-    match = _find_by_other_name(value, texts) or _find_by_spelling(value, texts, 0.3)
+    match = find_by_other_name(value, texts) or _find_by_spelling(value, texts, 0.3)
     return options[0] if match is None else options[texts.index(match)]
-
-
-_OTHER_NAMES = {
-    # transformers' optim, Apex's, bitsandbytes' and torchao's numbers, Lightning's precision
-    **dict.fromkeys(("adam", "adamw_torch_fused", "fused_adam"), "adamw"),
-    **dict.fromkeys(("fusedadam", "adamw_fused", "adamw_apex_fused"), "adamw"),
-    "adamw_torch": "adamw_foreach",
-    "adamw_torch_8bit": "adamw_8bit",
-    "paged_adamw_32bit": "paged_adamw",
-    **dict.fromkeys(("4bit", "4-bit", "int4", "fp4", "load_in_4bit"), "nf4"),
-    **dict.fromkeys(("8bit", "8-bit", "load_in_8bit"), "int8"),
-    **dict.fromkeys(("bf16-true", "bf16_true"), "bf16"),
-    **dict.fromkeys(("mixed", "amp"), "bf16-mixed"),
-    # Megatron-LM's, torchtitan's and transformers' options
-    **dict.fromkeys(("tensor_parallel", "tensor_model_parallel"), "tp"),
-    **dict.fromkeys(("pipeline_parallel", "pipeline_model_parallel"), "pp"),
-    **dict.fromkeys(("virtual_pipeline", "virtual_pipeline_model_parallel"), "vpp"),
-    "num_virtual_stages_per_pipeline_rank": "vpp",
-    "context_parallel": "cp",
-    **dict.fromkeys(("expert_parallel", "expert_model_parallel"), "ep"),
-    "expert_tensor_parallel": "etp",
-    "sp": "sequence_parallel",
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "recompute"),
-    **dict.fromkeys(("max_length", "max_seq_length", "block_size", "context_length"), "seq_len"),
-    **dict.fromkeys(("model", "arch"), "architecture"),
-    "lr": "learning_rate",
-    **dict.fromkeys(("steps", "max_steps", "train_iters"), "num_steps"),
-    **dict.fromkeys(("epochs", "max_epochs", "num_train_epochs"), "num_epochs"),
-    "args": "arguments",
-}
-"""Names of other tools, in lower case -> ours."""
-
-
-def _find_by_other_name(value: object, texts: list[str]) -> str | None:
-    """Return the option that other tools call ``value``; None if it is none of ``texts``."""
-    text = str(value).lower()
-    name = _OTHER_NAMES.get(text.removesuffix("_size").removesuffix("_degree"), _OTHER_NAMES.get(text))
-    return name if name in texts else None
 
 
 def _find_by_spelling(value: object, texts: list[str], cutoff: float) -> str | None:

@@ -1,0 +1,39 @@
+"""What other tools call our options and their values, for the nearest fix of a misspelt one."""
+
+from __future__ import annotations
+
+_NAMES_ELSEWHERE = {
+    # transformers' optim, Apex's optimizers, bitsandbytes' and torchao's numbers, Lightning's precision
+    "adamw": ("adam", "adamw_torch_fused", "fused_adam", "fusedadam", "adamw_fused", "adamw_apex_fused"),
+    "adamw_foreach": ("adamw_torch",),
+    "adamw_8bit": ("adamw_torch_8bit",),
+    "paged_adamw": ("paged_adamw_32bit",),
+    "nf4": ("4bit", "4-bit", "int4", "fp4", "load_in_4bit"),
+    "int8": ("8bit", "8-bit", "load_in_8bit"),
+    "bf16": ("bf16-true", "bf16_true"),
+    "bf16-mixed": ("mixed", "amp"),
+    # Megatron-LM's, torchtitan's and transformers' options
+    "tp": ("tensor_parallel", "tensor_model_parallel"),
+    "pp": ("pipeline_parallel", "pipeline_model_parallel"),
+    "vpp": ("virtual_pipeline", "virtual_pipeline_model_parallel", "num_virtual_stages_per_pipeline_rank"),
+    "cp": ("context_parallel",),
+    "ep": ("expert_parallel", "expert_model_parallel"),
+    "etp": ("expert_tensor_parallel",),
+    "sequence_parallel": ("sp",),
+    "recompute": ("gradient_checkpointing", "activation_checkpointing"),
+    "seq_len": ("max_length", "max_seq_length", "block_size", "context_length"),
+    "architecture": ("model", "arch"),
+    "learning_rate": ("lr",),
+    "num_steps": ("steps", "max_steps", "train_iters"),
+    "num_epochs": ("epochs", "max_epochs", "num_train_epochs"),
+    "arguments": ("args",),
+}
+"""Our name -> names of other tools, in lower case and without "_size" and "_degree"."""
+_OURS = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names}
+
+
+def find_by_other_name(value: object, options: list[str]) -> str | None:
+    """Return the option that other tools call ``value``; None if it is none of ``options``."""
+    text = str(value).lower()
+    name = _OURS.get(text.removesuffix("_size").removesuffix("_degree"), _OURS.get(text))
+    return name if name in options else None
