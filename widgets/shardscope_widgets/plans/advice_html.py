@@ -50,7 +50,7 @@ def render_alternatives(alternatives: tuple[Alternative, ...], *, nothing_fits: 
     rows = "".join(
         f"<li><div>{escape_with_units(alternative.words)}</div>"
         f"<button type='button' class='ss-act' data-act='{alternative.index}' aria-label='"
-        f"{escape_with_units(f'Apply {alternative.plan.layout.description}')}'>Apply</button>"
+        f"{escape_with_units(f'Apply: {alternative.name}')}'>Apply</button>"
         "</li>"
         for alternative in alternatives
     )

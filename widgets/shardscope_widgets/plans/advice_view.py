@@ -139,11 +139,9 @@ class AdviceView(View):
         return next((one.plan for one in self.answer.alternatives if str(one.index) == act), None)
 
     def _name_of(self, act: str, plan: ss.Plan) -> str:
-        """Return the words of the button's line before its figures, or else the plan's name."""
+        """Return the name of what a button applies."""
         alternatives = () if self.answer is None else self.answer.alternatives
-        words = next((one.words for one in alternatives if str(one.index) == act), "")
-        name, colon, _ = words.partition(": ")
-        return name if colon else name_plan(plan)
+        return next((one.name for one in alternatives if str(one.index) == act), name_plan(plan))
 
 
 @cache
