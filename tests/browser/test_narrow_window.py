@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opened_notebook import open_notebook, run_all_cells, write_notebook
 from playwright.sync_api import expect
 from served import Lab
 from studio_page import SCREENSHOTS, choose, fill_input, open_fold, open_studio
@@ -130,6 +131,31 @@ def test_names_of_inputs_take_one_line_where_they_have_the_whole_width(page: Any
         })"""
     )
     assert all(height < 22 for _, height in texts), texts
+
+
+def test_steps_and_learning_rate_share_a_line_beside_a_scroll_bar(page: Any) -> None:
+    """The learning rate was on a line of its own, below the label."""
+    open_fold(page, "Framework")
+    fold = open_fold(page, "Run")
+    side = page.locator(".ss-side")
+    assert side.evaluate("side => side.scrollHeight > side.clientHeight"), "it has a scroll bar"
+    steps, rate = (fold.locator(".ss-row input[type=text]").nth(index).bounding_box() for index in (0, 1))
+    assert steps["y"] == rate["y"] and steps["x"] + steps["width"] < rate["x"]
+
+
+def test_the_path_of_the_data_is_whole_where_the_form_has_half_of_the_width(lab: Lab, browser: Any) -> None:
+    name = "narrow_form.ipynb"
+    source = "from shardscope_widgets import FinetuneView"
+    write_notebook(lab, name, f'{source}\nFinetuneView("", "data/zorblat.jsonl")')
+    page = open_notebook(lab, browser, name, viewport={"width": 1000, "height": 900})
+    page.locator(".jp-SideBar [title^='File Browser']").first.click()
+    run_all_cells(page, 1)
+    box = page.locator(".ss-finetune input[type=text]").nth(1)
+    expect(box).to_have_value("data/zorblat.jsonl")
+    top = page.locator(".ss-finetune-top")
+    assert len(top.evaluate("top => getComputedStyle(top).gridTemplateColumns").split()) == 2
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+    page.close()
 
 
 def test_make_it_fit_asks_before_changing_the_framework(page: Any) -> None:

@@ -269,3 +269,18 @@ def test_key_hints_are_shown_only_while_the_canvas_has_the_focus(page: Any) -> N
     page.keyboard.press("0")
     page.wait_for_function(f"before => Math.abs({span} / before - 1) < 1e-6", arg=before)
     expect(page.locator(".jp-Dialog")).to_have_count(0)
+
+
+def test_a_trace_whose_kernel_runs_another_cell_says_that_it_waits(lab: Lab, browser: Any) -> None:
+    """Regression: its tracks were empty without a reason, as after Run All Cells of a course notebook."""
+    name = "busy_kernel.ipynb"
+    write_notebook(lab, name, f"{SET_UP}\nTraceView(trace, height=200)", "import time; time.sleep(8)")
+    page = open_notebook(lab, browser, name)
+    choose_menu_item(page, "Run", "Run All Cells")
+    waiting = page.locator(".ss-trace-waiting")
+    expect(waiting).to_be_visible()
+    expect(waiting).to_contain_text("kernel")
+    assert not page.locator(".ss-trace canvas").evaluate("canvas => +canvas.dataset.slices")
+    page.wait_for_function("+document.querySelector('.ss-trace canvas').dataset.slices > 0")
+    expect(waiting).to_be_hidden()
+    page.close()

@@ -95,6 +95,14 @@ def test_fine_tuning_notebook_names_every_button_that_ends_a_run() -> None:
     view.close()
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_no_cell_blocks_the_buttons_of_a_run_above(path: Path) -> None:
+    """While a cell blocks, ipykernel 7 processes no button: Stop did nothing until the run had ended."""
+    sources = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    shown = {name for source in sources for name in re.findall(r"RunView\((\w+)\)", source)}
+    assert not [name for source in sources for name in shown if f"{name}.wait(" in source]
+
+
 @sample(2)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_git_filter_ignores_the_outputs_of_a_used_notebook(path: Path, tmp_path: Path) -> None:

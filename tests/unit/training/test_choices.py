@@ -117,6 +117,38 @@ def test_small_models_learn_examples_at_higher_rates_which_no_check_warns_about(
         assert usual is not None and usual.allows(on_examples.value)
 
 
+@pytest.fixture(scope="module")
+def patient_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for long rows."""
+    return write_folder(tmp_path_factory.mktemp("weights") / "long", max_position_embeddings=16_384)
+
+
+def test_rows_that_all_lose_their_answers_have_choices(patient_folder: Path) -> None:
+    """Regression: a division by zero, because none of them was an example at that length."""
+    rows = [{"prompt": "Who hunts the whale? " * 40, "completion": " Ahab."}] * 60
+    task = ss.Finetune(patient_folder, rows, bad_rows="skip_truncated")
+    choices = task.choices(build_plan(patient_folder, seq_len=64))
+    needed = max(task.preview().lengths)
+    assert needed <= choices["seq_len"].value < needed + 8 and choices.num_steps is None
+    assert task.choices(choices.plan).num_steps > 0
+
+
+def test_long_answers_are_cut_on_cpu_ranks_and_long_prompts_are_not(patient_folder: Path) -> None:
+    """A step of rows of 8,192 tokens takes minutes to hours there, and was recommended without a word."""
+    answers = [{"prompt": "Who hunts the whale?", "completion": " Ahab sails." * 1500}] * 60
+    prompts = [{"prompt": "Who hunts the whale? " * 800, "completion": " Ahab."}] * 60
+    lengths = {}
+    for name, rows in (("answers", answers), ("prompts", prompts)):
+        task = ss.Finetune(patient_folder, rows, bad_rows="skip_truncated")
+        for cluster in ("2xcpu", "2xa100-sxm-80gb"):
+            choice = task.choices(build_plan(patient_folder, cluster))["seq_len"]
+            assert ("minutes on CPU ranks" in choice.why) == (cluster == "2xcpu"), choice.why
+            lengths[name, cluster] = choice.value
+    assert lengths["answers", "2xcpu"] == 2048 < lengths["answers", "2xa100-sxm-80gb"]
+    # Shorter rows would have no answer.
+    assert lengths["prompts", "2xcpu"] == lengths["prompts", "2xa100-sxm-80gb"] > 2048
+
+
 def test_few_examples_are_read_more_often() -> None:
     # 86 and 60 rows in batches of 4, then rows for more steps than usual.
     assert [recommend_epochs(steps).value for steps in (21.5, 15, 1, 0.1)] == [10, 14, 15, 15]

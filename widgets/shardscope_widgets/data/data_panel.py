@@ -13,6 +13,7 @@ import traitlets
 import shardscope as ss
 from shardscope.core.number_format import format_count
 from shardscope.training.examples.preview import LengthAdvice, Preview
+from shardscope.training.tasks.recommended_length import recommend_length
 from shardscope_widgets.kit.background_calls import LatestRequest, call_in_loop, find_running_loop
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 
@@ -73,7 +74,7 @@ class DataPanel(Clickable):
         self._reader = LatestRequest(self._read_preview, "shardscope-data")
         self._question: DataQuestion | None = None
         self._advice: LengthAdvice | None = None
-        self._max_length = 0
+        self._plan: ss.Plan | None = None
 
     @property
     def is_reading(self) -> bool:
@@ -90,7 +91,7 @@ class DataPanel(Clickable):
             question = DataQuestion(
                 task=task, seq_len=plan.recipe.seq_len, stamp=_stamp(task.data), validation=validation
             )
-            self._max_length = plan.architecture.max_position_embeddings
+            self._plan = plan
         if question == self._question:
             return
         before, self._question = self._question, question
@@ -129,7 +130,9 @@ class DataPanel(Clickable):
             self._show_result(None, problem)
 
     def _show_result(self, preview: Preview | None, problem: ValueError | None = None) -> None:
-        self._advice = preview.recommend_length(self._max_length) if preview is not None else None
+        self._advice = None
+        if preview is not None and self._plan is not None:
+            self._advice = recommend_length(self._plan, preview)
         # An error is shown at the input, above this panel.
         is_shown = self._question is not None and (preview is not None or problem is None)
         self.value = _render_lines(preview, self._advice) if is_shown else ""

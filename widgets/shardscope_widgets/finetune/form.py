@@ -15,6 +15,7 @@ from shardscope.training.examples.preview import Preview
 from shardscope.training.examples.rows import describe_source
 from shardscope.training.preferences.settings import describe_reference
 from shardscope.training.tasks.choices import Length
+from shardscope.training.tasks.recommended_length import CPU_MAX_LENGTH, explain_cpu_length
 from shardscope_widgets.data.data_panel import DataPanel
 from shardscope_widgets.data.preview_view import PreviewView
 from shardscope_widgets.finetune.inputs import FinetuneInputs
@@ -251,8 +252,10 @@ def render_summary(plan: ss.Plan, task: ss.Finetune, length: Length, num_rows: i
 
 
 def describe_method(setup: Setup, preview: Preview | None, settings: Settings) -> str:
-    """Return how the run decides which weights it keeps, and what the reference of DPO costs."""
+    """Return how the run decides which weights it keeps, and what long rows and DPO's reference cost."""
     validation = describe_validation(setup.task, is_chosen="validation" in settings)
+    if setup.plan.recipe.seq_len > CPU_MAX_LENGTH:
+        validation += explain_cpu_length(setup.plan)
     if setup.task.objective != "dpo":
         return validation
     return f"{validation} {describe_reference(setup.plan, None if preview is None else preview.num_rows)}"

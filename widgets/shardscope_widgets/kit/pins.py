@@ -55,17 +55,34 @@ def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
 
 
 def _make_unique(name: PinName, pin: ss.Plan, names: Sequence[PinName], pins: Sequence[ss.Plan]) -> PinName:
-    """Return ``name``, whose short form begins with what tells ``pin`` from an earlier one of that name."""
+    """Return ``name``, whose short form begins with what tells ``pin`` from an earlier one of that name.
+
+    Names are told apart by what a chart's labels show of them.
+    """
+    taken = {label for earlier in names for label in _list_labels(earlier.short)}
     # Two pins may differ from the current plan in the same first values.
-    same = [other for other, earlier in zip(pins, names, strict=False) if earlier.short == name.short]
+    same = [
+        other
+        for other, earlier in zip(pins, names, strict=False)
+        if not _list_labels(earlier.short).isdisjoint(_list_labels(name.short))
+    ]
     if not same:
         return name
+    changes = find_differences(same[0], pin)
+    unique = []
+    if any(change.field == "framework" for change in changes):
+        unique.append(f"{pin.layout.description}, {name_model(pin.architecture)}")
     # A short name may have model and framework, but not the GPUs.
-    changes = [one for one in find_differences(same[0], pin) if one.field not in ("model", "framework")]
-    unique = [f"{_describe_value(change, pin)}, {name.short}" for change in changes]
-    unique += [f"{name.short} ({number})" for number in range(2, len(names) + 2)]
-    taken = {earlier.short for earlier in names}
-    return name._replace(short=next(one for one in unique if one not in taken))
+    others = [change for change in changes if change.field not in ("model", "framework")]
+    for value in (_describe_value(change, pin) for change in others):
+        unique.append(", ".join([value, *(part for part in name.short.split(", ") if part != value)]))
+    unique += [f"({number}) {name.short}" for number in range(2, len(names) + 2)]
+    return name._replace(short=next(one for one in unique if taken.isdisjoint(_list_labels(one))))
+
+
+def _list_labels(short: str) -> set[str]:
+    """Return the labels that charts show of a name: of a bar, and of a line, which has less room."""
+    return {wrap_label(short), wrap_label(short, sign="-")}
 
 
 def _name_pin(changes: Sequence[Difference], pin: ss.Plan) -> PinName:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from html import escape
 
@@ -136,13 +136,7 @@ class LayoutPicker(Picker):
         try:
             self._make_rows(name)
             self.framework.value = name
-            for field, control in self._controls[name].items():
-                current = getattr(layout, field)
-                value = NOTHING if current is None else current
-                if value not in [offered for _, offered in control.options]:
-                    # Which choices can run depends on the previous fields: with those of this layout it can.
-                    control.options = [*control.options, *_list_options(field, [current])]
-                control.value = value
+            self._set_controls(layout)
         finally:
             self._offering = False
         # From here on the degrees count as chosen for this model and cluster.
@@ -155,12 +149,41 @@ class LayoutPicker(Picker):
         finally:
             self._new_layout = None
 
-    def reset_framework(self, framework: str) -> None:
-        """Reset the degrees and options of a framework that is not chosen."""
-        if framework != self.framework.value:
-            self._layouts[framework] = frameworks[framework].layout_class()
+    def _set_controls(self, layout: ss.Layout) -> None:
+        """Set the inputs of the layout's framework; ``_offering`` is set meanwhile."""
+        for field, control in self._controls[layout.framework].items():
+            current = getattr(layout, field)
+            value = NOTHING if current is None else current
+            if value not in [offered for _, offered in control.options]:
+                # Which choices can run depends on the previous fields: with those of this layout it can.
+                control.options = [*control.options, *_list_options(field, [current])]
+            control.value = value
+
+    def remember_framework(self, framework: str) -> Callable[[], None]:
+        """Return a function that restores the present degrees and options of ``framework``.
+
+        It does nothing while that framework is chosen.
+        """
+        layout = self._layouts[framework]
+        first, auto = self._first.get(framework), self._auto.get(framework)
+
+        def restore() -> None:
+            if framework == self.framework.value:
+                return
+            self._layouts[framework] = layout
             self._first.pop(framework, None)
             self._auto.pop(framework, None)
+            if first is not None:
+                self._first[framework] = first
+            if auto is not None:
+                self._auto[framework] = auto
+            self._offering = True
+            try:
+                self._set_controls(layout)
+            finally:
+                self._offering = False
+
+        return restore
 
     def _choose_framework(self, change: Mapping[str, str]) -> None:
         """Set degrees that suit the model and the cluster, once for each pair of these; the user's stay."""

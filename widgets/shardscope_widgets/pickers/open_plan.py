@@ -146,7 +146,7 @@ class OpenPlan(widgets.VBox):
     def __init__(self, on_open: Callable[[ss.Plan], None], current: Callable[[], ss.Plan]) -> None:
         self._on_open, self._current = on_open, current
         tooltip = f"Open a plan: the path of {ALLOWED}"
-        self.path = controls.create_text_box("", tooltip, placeholder="plan or config file")
+        self.path = controls.create_text_box("", tooltip, placeholder="plan or config")
         self.upload = widgets.FileUpload(
             description="",
             icon="upload",

@@ -68,7 +68,7 @@ class RunOptions(Picker):
     """Options of a run: its length, learning rate, trace, and whether it continues without the kernel."""
 
     def __init__(self) -> None:
-        self.steps = controls.create_text_box(40, "Optimizer steps", "80px")
+        self.steps = controls.create_text_box(40, "Optimizer steps", "72px")
         self.rate = controls.create_text_box(
             "", "Peak learning rate; empty: the default for this model", "72px"
         )

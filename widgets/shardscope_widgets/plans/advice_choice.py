@@ -31,6 +31,12 @@ class Alternative:
     plan: ss.Plan
     words: str
 
+    @property
+    def name(self) -> str:
+        """The words before the benefits, such as ``Compile the modules, all else as it is``."""
+        name, colon, _ = self.words.partition(": ")
+        return name if colon else name_plan(self.plan)
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -15,6 +15,15 @@ def escape_with_units(text: str) -> str:
     return escape_text(keep_units(text), quote=True)
 
 
+def render_applied(name: str) -> str:
+    """Return which plan was applied last, and where it is in Python; empty for none."""
+    if not name:
+        return ""
+    return (
+        f"<p role='status'>Applied: {escape_with_units(name)}. The view's <code>plan</code> is this one.</p>"
+    )
+
+
 def render_recommendation(answer: Answer) -> str:
     """Return the recommended plan in one sentence, its figures, and the button that applies it."""
     button = ""
@@ -41,7 +50,7 @@ def render_alternatives(alternatives: tuple[Alternative, ...], *, nothing_fits: 
     rows = "".join(
         f"<li><div>{escape_with_units(alternative.words)}</div>"
         f"<button type='button' class='ss-act' data-act='{alternative.index}' aria-label='"
-        f"{escape_with_units(f'Apply {alternative.plan.layout.description}')}'>Apply</button>"
+        f"{escape_with_units(f'Apply: {alternative.name}')}'>Apply</button>"
         "</li>"
         for alternative in alternatives
     )

@@ -10,6 +10,7 @@ import traitlets
 import shardscope as ss
 from shardscope.planner.abilities import compute_abilities
 from shardscope.planner.advice.advice import Advice
+from shardscope.planner.advice.descriptions import name_plan
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
@@ -18,6 +19,7 @@ from shardscope_widgets.kit.view import View
 from shardscope_widgets.plans.advice_choice import Answer, build_answer
 from shardscope_widgets.plans.advice_html import (
     render_alternatives,
+    render_applied,
     render_matrix,
     render_path,
     render_recommendation,
@@ -44,6 +46,8 @@ class AdviceView(View):
         self.advice: Advice | None = None
         self.answer: Answer | None = None
         self._on_screen: ss.Plan | None = None
+        self._applied = ""
+        """Name of the plan that was applied last, for a view without ``on_apply``."""
         self._on_apply = on_apply
         self.work = work or WorkPanel("Update advice", "Compute the recommendation again")
         own_panel = [] if work else [self.work, self.work.words]
@@ -108,7 +112,8 @@ class AdviceView(View):
         assert advice is not None
         self.answer = build_answer(advice, self._on_screen)
         self.words.value = (
-            render_recommendation(self.answer)
+            render_applied(self._applied)
+            + render_recommendation(self.answer)
             + render_alternatives(self.answer.alternatives, nothing_fits=advice.plan is None)
             + render_path(advice, self.answer)
             + _render_support()
@@ -119,8 +124,9 @@ class AdviceView(View):
         if plan is None:
             raise IgnoredError(act)
         self.plan = plan
-        if self._on_apply is None:
-            self.mark(plan)  # Alone in a cell, nothing else would show that the button was pressed.
+        if self._on_apply is None:  # Alone in a cell, nothing else would show that the button was pressed.
+            self._applied = self._name_of(act, plan)
+            self.mark(plan)
         else:
             self._on_apply(plan)
 
@@ -131,6 +137,11 @@ class AdviceView(View):
         if act == "plan":
             return self.answer.plan
         return next((one.plan for one in self.answer.alternatives if str(one.index) == act), None)
+
+    def _name_of(self, act: str, plan: ss.Plan) -> str:
+        """Return the name of what a button applies."""
+        alternatives = () if self.answer is None else self.answer.alternatives
+        return next((one.name for one in alternatives if str(one.index) == act), name_plan(plan))
 
 
 @cache

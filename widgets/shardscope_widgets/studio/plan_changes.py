@@ -36,30 +36,30 @@ class PlanChanges:
 
     def open_plan(self, before: ss.Plan, plan: ss.Plan) -> None:
         """Apply ``plan``, which was read from a file."""
-        self._apply(plan)
+        undo = self._apply_undoably(before, plan)
         if self._inputs.is_wrong:
             message = "Plan opened, but one of its values is invalid: correct the input marked in red."
             self._notice.show_message(message, is_error=True)
         else:
-            self._notice.show_message("Plan opened.", {"Undo": lambda: self._apply(before)})
+            self._notice.show_message("Plan opened.", undo)
 
     def apply_listed(self, before: ss.Plan, plan: ss.Plan) -> None:
         """Apply ``plan``, which was chosen in the Plans tab."""
-        self._apply(plan)
+        undo = self._apply_undoably(before, plan)
         if plan != before and not self._inputs.is_wrong:
             name = name_plan(plan, before.recipe)
             # Such as other kernels, which names of plans leave out.
             is_named = name != name_plan(before, before.recipe)
             message = f"Applied {name}." if is_named else _describe_changes(before, plan, f"Applied {name}.")
-            self._notice.show_message(message, {"Undo": lambda: self._undo(plan, before)})
+            self._notice.show_message(message, undo)
 
     def apply_suggested(self, before: ss.Plan, plan: ss.Plan) -> None:
         """Apply ``plan``, a change of ``before`` that the Memory tab or a finding suggests."""
-        self._apply(plan)
+        undo = self._apply_undoably(before, plan)
         if plan == before or self._inputs.is_wrong:
             return
         message = _describe_changes(before, plan, "Applied the fix.")
-        self._notice.show_message(message, {"Undo": lambda: self._undo(plan, before)})
+        self._notice.show_message(message, undo)
 
     def apply_task(self, boxes: Mapping[str, widgets.ValueWidget], set_inputs: Callable[[], None]) -> None:
         """Set ``boxes``, the inputs of the task by field, with ``set_inputs`` to what a finding suggests."""
@@ -83,8 +83,7 @@ class PlanChanges:
 
     def apply_traced(self, before: ss.Plan, plan: ss.Plan) -> None:
         """Apply the change of a traced run's plan that a sentence of its trace suggests."""
-        self._apply(plan)
-        undo = {"Undo": lambda: self._apply(before)}
+        undo = self._apply_undoably(before, plan)
         self._notice.show_message("Applied the changed plan of the run.", undo)
 
     def offer_fit(self, before: ss.Plan, fit: Result) -> None:
@@ -106,14 +105,19 @@ class PlanChanges:
             self._notice.show_message(message, {label: lambda: self._apply_fit(before, fit)})
 
     def _apply_fit(self, before: ss.Plan, fit: Fit) -> None:
-        self._apply(fit.plan)
-        undo = {"Undo": lambda: self._undo(fit.plan, before)}
+        undo = self._apply_undoably(before, fit.plan)
         self._notice.show_message(f"Made it fit: {name_changes(before, fit)}.", undo)
 
-    def _undo(self, undone: ss.Plan, before: ss.Plan) -> None:
-        """Restore ``before``, and reset the framework of the plan that is undone."""
-        self._apply(before)
-        self._inputs.layout.reset_framework(undone.layout.framework)
+    def _apply_undoably(self, before: ss.Plan, plan: ss.Plan) -> dict[str, Callable[[], None]]:
+        """Apply ``plan``. Return the action that restores ``before``, and what ``plan``'s framework had."""
+        restore = self._inputs.layout.remember_framework(plan.layout.framework)
+        self._apply(plan)
+
+        def undo() -> None:
+            self._apply(before)
+            restore()
+
+        return {"Undo": undo}
 
 
 def _describe_changes(before: ss.Plan, plan: ss.Plan, unnamed: str) -> str:

@@ -85,6 +85,8 @@ def create_schedule_figure() -> SteppedChart:
         for name in COMPONENTS
     ]
     axis = {"fixedrange": True, "showgrid": False, "zeroline": False}
+    # Between the names of the stages and the bars.
+    gap = {"ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}
     figure = SteppedChart(
         [*blocks, *memory],
         layout={
@@ -101,8 +103,8 @@ def create_schedule_figure() -> SteppedChart:
             "xaxis": {**axis, "anchor": "y"},
             # Level in a narrow chart too.
             "xaxis2": {**axis, "anchor": "y2", "tickangle": 0},
-            "yaxis": {**axis, "anchor": "x"},
-            "yaxis2": {**axis, "anchor": "x2"},
+            "yaxis": {**axis, **gap, "anchor": "x"},
+            "yaxis2": {**axis, **gap, "anchor": "x2"},
         },
     )
     figure.label = "The pipeline's schedule and memory, step by step. The table below has the peaks."

@@ -231,6 +231,29 @@ def test_pins_of_one_model_and_framework_are_told_apart() -> None:
     assert all(len(line) <= 14 for label in labels for line in label.split("<br>")), labels
 
 
+def test_pins_are_told_apart_by_what_their_labels_show() -> None:
+    """Labels have two short lines: "Llama 3.1 8B, DeepSpeed…" was that of ZeRO-2 and of ZeRO-3."""
+    other = replace(build_plan(layout=ss.Layout.ddp()), architecture=ss.models["qwen3-8b"])
+    chat = replace(ss.models["llama-3.1-8b"], name="meta-llama-3.1-8b-instruct-chat-v1")
+    cases = [
+        [build_plan(layout=ss.Layout.zero(stage=2)), build_plan(layout=ss.Layout.zero(stage=3))],
+        [replace(build_plan(), architecture=replace(chat, name=f"{chat.name}{end}")) for end in "abc"],
+        [replace(build_plan(layout=one), architecture=chat) for one in (ss.Layout.fsdp2(), ss.Layout.zero())],
+    ]
+    view = MemoryView(other)
+    for pins in cases:
+        view.pins = pins
+        view.mode.value = "peak"
+        bars = view.figure.layout.yaxis.ticktext
+        assert len(set(bars)) == len(bars) > len(pins), bars
+        view.mode.value = "step"
+        notes = [note for note in view.figure.layout.annotations if note.xref == "paper"]
+        lines = [note.text for note in notes if "usable" not in note.text]
+        # Each begins with dashes of its own.
+        names = {line.split(" ", 1)[1] for line in lines}
+        assert len(names) == len(pins), lines
+
+
 def test_pins_on_other_gpus_are_told_apart_and_a_folder_keeps_its_name() -> None:
     other = replace(build_plan(layout=ss.Layout.zero()), architecture=ss.models["qwen3-8b"])
     mine = replace(ss.models["llama-3.1-8b"], name="my-llama_v2")

@@ -211,6 +211,32 @@ def test_a_tight_recommendation_is_named_tight_with_what_to_do() -> None:
     assert "ss-tight" not in AdviceView(build_advice()).words.value
 
 
+def test_buttons_of_alternatives_are_named_by_their_lines() -> None:
+    """Screen readers said "Apply FSDP2" of compiled modules, with FSDP2 as the current plan."""
+    compiled = build_plan(kernels="compiled")
+    words = "Compile the modules, all else as it is: 21 % faster."
+    view = AdviceView(build_advice(alternatives=((compiled, words),)))
+    assert re.findall("aria-label='(Apply.*?)'", view.words.value)[1:] == [
+        "Apply: Compile the modules, all else as it is"
+    ]
+
+
+def test_a_view_alone_in_a_cell_says_which_plan_was_applied() -> None:
+    """The line of the plan vanished without a word when its button was pressed."""
+    faster = build_plan(ss.Layout.zero(stage=2))
+    view = AdviceView(build_advice(alternatives=((faster, "DeepSpeed ZeRO-2: faster."),)))
+    assert "Applied" not in strip_tags(view.words.value)
+    view._handle_action("0")
+    assert view.plan == faster
+    assert "Applied: DeepSpeed ZeRO-2." in strip_tags(view.words.value)
+    view._handle_action("plan")
+    assert "Applied: FSDP2" in strip_tags(view.words.value)
+    # The Studio's own notice says it there.
+    inside = AdviceView(build_advice(), on_apply=lambda _: None)
+    inside._handle_action("plan")
+    assert "Applied" not in strip_tags(inside.words.value)
+
+
 def test_a_tight_recommendation_names_the_alternative_with_more_room() -> None:
     tight = build_plan(seq_len=7168)
     roomy = build_plan(seq_len=7168, recompute="selective")

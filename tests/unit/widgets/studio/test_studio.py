@@ -822,6 +822,38 @@ def test_a_plan_applied_from_the_plans_tab_can_be_undone(studio: Studio) -> None
     assert not studio.notice.value
 
 
+def test_undo_restores_what_the_other_framework_had(studio: Studio) -> None:
+    """Undo of a plan of another framework reset the degrees that were set for it, or kept its own."""
+    framework = studio.layout_picker.framework
+    framework.value = "megatron"
+    studio.layout_picker.set_fields({"tp": 4, "pp": 2})
+    users = studio.plan.layout
+    framework.value = "fsdp2"
+    before = studio.plan
+    other = replace(before, layout=ss.Layout.megatron(tp=2, sequence_parallel=False))
+    changes = studio._changes
+    for apply in (changes.apply_listed, changes.apply_suggested, changes.apply_traced, changes.open_plan):
+        apply(before, other)
+        assert studio.plan == other
+        studio.notice.press_button("Undo")
+        assert studio.plan == before
+        framework.value = "megatron"
+        assert studio.plan.layout == users, apply
+        framework.value = "fsdp2"
+
+
+def test_undo_leaves_no_trace_in_a_framework_that_was_never_chosen(studio: Studio) -> None:
+    before = studio.plan
+    studio.layout_picker.framework.value = "deepspeed"
+    usual = studio.plan
+    studio.layout_picker.framework.value = "fsdp2"
+    assert studio.plan == before
+    studio._changes.open_plan(before, replace(before, layout=ss.Layout.zero(stage=1)))
+    studio.notice.press_button("Undo")
+    studio.layout_picker.framework.value = "deepspeed"
+    assert studio.plan == usual
+
+
 def test_an_applied_plan_of_the_same_name_is_reported_by_its_changes(studio: Studio) -> None:
     """Advice to compile the modules was reported as "Applied FSDP2.", the plan before."""
     before = studio.plan

@@ -30,6 +30,7 @@ from shardscope.training.preferences.settings import (
     describe_reference,
     estimate_reference_seconds,
 )
+from shardscope.training.tasks.recommended_length import Reasoned, choose_length
 from shardscope.training.tasks.recommended_rate import recommend_rate
 
 if TYPE_CHECKING:
@@ -115,13 +116,6 @@ class Choices:
             for choice in self.all
         )
         return f"<table><tr><th>Field</th><th>Value</th><th>Why</th></tr>{rows}</table>"
-
-
-class Reasoned(NamedTuple):
-    """A value with its reason."""
-
-    value: object
-    why: str
 
 
 class Epochs(NamedTuple):
@@ -281,8 +275,11 @@ def recommend_epochs(steps_per_epoch: float | None) -> Epochs:
 
 
 def _count_steps_per_epoch(task: Finetune, plan: Plan, preview: Preview | None) -> float | None:
-    """Return the steps that read each example once; None if the number of examples is not known."""
-    if preview is None:
+    """Return the steps that read each example once; None if the number of examples is not known.
+
+    Nor is it where the sequence length of ``preview`` leaves no row an answer to learn.
+    """
+    if preview is None or not preview.counts.num_examples:
         return None
     counts, num_rows = preview.counts, preview.num_rows
     if isinstance(task.validation, float):
@@ -327,25 +324,6 @@ def choose_precision(plan: Plan) -> Reasoned:
         "bf16 has fp32's range and needs no loss scale (Kalamkar et al. 2019, arXiv:1905.12322); fp32 master "
         "weights keep small updates (Micikevicius et al. 2018, section 3.1).",
     )
-
-
-def choose_length(task: Finetune, plan: Plan, preview: Preview | None) -> Reasoned:
-    """Return the sequence length for the lengths of the examples."""
-    now, longest = plan.recipe.seq_len, plan.architecture.max_position_embeddings
-    if preview is None:
-        if task.plain_text is None:
-            return Reasoned(now, "task.preview() shows which length fits the data.")
-        why = f"A text is cut into windows of any length; the model was made for at most {longest:,} tokens."
-        return Reasoned(min(now, longest), why)
-    advice = preview.recommend_length(longest)
-    # Packed rows have little padding at any length.
-    if advice is not None and not (plan.recipe.packing and advice.seq_len < now):
-        return Reasoned(advice.seq_len, advice.why)
-    why = (
-        f"{100 * preview.padding_at(now):.0f} % of rows of {now:,} tokens are padding, and "
-        f"{100 * preview.cut_at(now):.1f} % of the data are cut off."
-    )
-    return Reasoned(now, why)
 
 
 def choose_packing(task: Finetune, plan: Plan, preview: Preview | None) -> Reasoned:

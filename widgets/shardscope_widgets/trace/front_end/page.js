@@ -57,7 +57,10 @@ function buildPage(root, scene) {
   help.setAttribute("aria-label", "Keys and gestures");
   const status = element("div", "ss-trace-status");
   status.setAttribute("role", "status");
-  stage.append(canvas, gutter, pin, tip, help, status);
+  // Without it, a view whose kernel runs another cell would be empty without a reason.
+  const waiting = element("div", "ss-trace-waiting", "Waiting for the kernel, which is busy or has stopped.");
+  waiting.hidden = true;
+  stage.append(canvas, gutter, pin, tip, waiting, help, status);
   if (!scene.num_slices) stage.append(element("div", "ss-trace-empty", "Empty trace: the profiler recorded no slices."));
 
   const details = element("div", "ss-trace-details");
@@ -77,7 +80,7 @@ function buildPage(root, scene) {
     root.append(notes);
   }
   root.append(error);
-  const inStage = { stage, canvas, gutter, pin, tip, help, status };
+  const inStage = { stage, canvas, gutter, pin, tip, waiting, help, status };
   return { search, previous, next, count, span, fit, download, perfetto, helpButton, ...inStage, details, spoken, error, totals };
 }
 

@@ -24,6 +24,14 @@ function askForTile(view) {
   const width = Math.min(Math.max(Math.round((plotWidth(view) * (to - from)) / span), 1), 16384);
   pending.tile = askPython(view, { type: "tile", t0_ns: from, t1_ns: to, width, ...missing });
   pending.since = performance.now();
+  view.waitTimer ||= setTimeout(() => (view.page.waiting.hidden = false), WAITING_MS);
+}
+
+/** The kernel has replied. @param {View} view */
+function endWaiting(view) {
+  clearTimeout(view.waitTimer);
+  view.waitTimer = 0;
+  view.page.waiting.hidden = true;
 }
 
 /** @param {View} view */
@@ -83,6 +91,7 @@ const REPLIES = {
     const tile = message.tile ?? (await readTile(message, buffers[0]));
     if (view.closing.signal.aborted || message.id !== view.pending.tile) return;
     view.pending.tile = 0;
+    endWaiting(view);
     keepTile(view, tile);
     for (const name of tile.names) if (!view.names.has(name)) view.unnamed.add(name);
     view.hover = null;

@@ -67,6 +67,7 @@ function openView(model, root, scene, page) {
     settleTimer: 0,
     searchTimer: 0,
     areaTimer: 0,
+    waitTimer: 0, // until the view says that it waits for a tile
   };
 }
 

@@ -31,4 +31,5 @@ const MIN_SPAN_NS = 50;
 const MIN_TEXT_PX = 26;
 const SETTLE_MS = 150;
 const REPLY_MS = 5000;
+const WAITING_MS = 1000; // without a tile before the view says so
 const MAX_KEPT_ROWS = 1000; // of a trace with thousands, those near the view

@@ -75,6 +75,7 @@ function render({ model, el }) {
     clearTimeout(view.settleTimer);
     clearTimeout(view.searchTimer);
     clearTimeout(view.areaTimer);
+    clearTimeout(view.waitTimer);
     stopPerfetto(view);
     for (const stop of unfollow) stop();
   };
