@@ -32,7 +32,11 @@ from shardscope.training.checkpoints.pickles import (
 )
 from shardscope.training.checkpoints.position import read_position, write_position
 from shardscope.training.checkpoints.temporary_folder import (
+    as_os_error,
     create_temporary,
+    delete_temporary,
+    raise_on_all_ranks,
+    raising_on_all_ranks,
     replace_folder,
     replace_when_complete,
     writes_folder,
@@ -80,7 +84,8 @@ def begin_save(
     it is complete, whether or not that function is called.
     """
     temporary = create_temporary(path)
-    random_state.write_states(temporary)
+    with raising_on_all_ranks():
+        random_state.write_states(temporary)
     state = {
         "model": _collect_model_state(model, only_trained),
         "optimizer": _collect_optimizer_state(model, optimizer, only_trained),
@@ -100,11 +105,13 @@ def begin_save(
                 replace_folder(temporary, path)
             completed.set_result(None)
         except BaseException as error:
-            completed.set_exception(error)
+            # Before the folder is deleted at once, so that the space is there for metrics.
+            cause = as_os_error(error, temporary) or error
+            delete_temporary(path)
+            completed.set_exception(cause)
 
     def wait() -> None:
-        completed.result()
-        dist.barrier(group)
+        raise_on_all_ranks(completed.exception(), group)
 
     future.add_done_callback(finish)
     return wait

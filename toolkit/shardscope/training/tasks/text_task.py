@@ -316,6 +316,7 @@ class TextTask(ABC):
             memory_snapshot=self.memory_snapshot,
             validation=validation,
             samples=self.prepare_samples(ctx, num_steps, validation),
+            exports=self.export,
         )
         if is_complete and validation is not None and (worse := validation.describe_worse()):
             print(f"warning: {worse}", flush=True)
@@ -338,9 +339,12 @@ class TextTask(ABC):
         engine = ctx.engine
         best = None if validation is None else validation.best_checkpoint
         if validation is not None and best is not None and validation.has_best_checkpoint():
-            engine.load(best)
-            done = format_count(engine.num_steps_done, "step")
-            print(f"exporting the weights after {done}, the best", flush=True)
+            if validation.is_last_better:
+                print("the best weights were not saved: exporting the last ones, the best left", flush=True)
+            else:
+                engine.load(best)
+                done = format_count(engine.num_steps_done, "step")
+                print(f"exporting the weights after {done}, the best", flush=True)
         elif best is not None:
             print(f"the best weights, {best}, are gone: exporting the last ones", flush=True)
         export_when_possible(ctx, partial(self.complete_export, plan=ctx.plan))
