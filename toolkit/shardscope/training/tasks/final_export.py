@@ -58,11 +58,18 @@ def export_when_possible(ctx: TrainingContext, complete: Callable[[Path], None])
             return f"{EXPORT} has the weights, but not all of their other files, such as the tokenizer"
         return _describe_kept(ctx, fix)
 
-    _repeat(ctx, export, "the trained weights cannot be exported", describe_kept, NUM_ATTEMPTS)
+    _repeat(
+        ctx,
+        export,
+        "the trained weights cannot be exported",
+        describe_kept,
+        NUM_ATTEMPTS,
+        is_given_up=lambda stop_requested: stop_requested,
+    )
 
 
 def save_when_possible(ctx: TrainingContext, save: Callable[[], None], *, is_stopped: bool) -> None:
-    """Save the checkpoint that nothing else will have the weights of, in the same way.
+    """Save the checkpoint that nothing else will have the weights of, until a stop without a checkpoint.
 
     ``is_stopped``: after a stop that requested it, for less than ten minutes.
     """
@@ -72,7 +79,7 @@ def save_when_possible(ctx: TrainingContext, save: Callable[[], None], *, is_sto
         "the checkpoint cannot be saved",
         partial(_describe_kept, ctx),
         NUM_ATTEMPTS_OF_STOP if is_stopped else NUM_ATTEMPTS,
-        is_stopped=is_stopped,
+        is_given_up=lambda _: ctx.stops_without_checkpoint,
     )
 
 
@@ -83,11 +90,12 @@ def _repeat(
     describe_kept: Callable[[str], str],
     num_attempts: int,
     *,
-    is_stopped: bool = False,
+    is_given_up: Callable[[bool], bool],
 ) -> None:
     """Call ``write`` until the disk takes it, and record meanwhile why the ranks wait.
 
-    Raises ``RuntimeError`` after ``num_attempts`` or at a stop, and other errors at once.
+    ``is_given_up`` is called with whether any stop was requested. Raises ``RuntimeError`` after
+    ``num_attempts`` or if it returns True, and other errors at once.
     """
     began = time.monotonic()
     for attempt in range(num_attempts):
@@ -100,10 +108,10 @@ def _repeat(
         if attempt == 0:
             print(f"{why}. The ranks keep the weights, and try again every {RETRY_SECONDS:.0f} s", flush=True)
         if ctx.rank == 0:
-            period = "ten minutes" if is_stopped else "an hour"
+            period = "an hour" if num_attempts == NUM_ATTEMPTS else "ten minutes"
             waits = f"{why}. The ranks keep the weights and try again for {period}. Nearest fix: {fix}"
             note_for_supervisor(ctx.folder, WAITS, waits)
-        if _is_stopped_while_waiting(ctx, is_stopped=is_stopped):
+        if _is_given_up_while_waiting(ctx, is_given_up):
             break
     waited = format_count(round((time.monotonic() - began) / 60), "minute")
     raise RuntimeError(f"{why}, for {waited}. {describe_kept(fix)}") from error
@@ -135,12 +143,11 @@ def _try_to(write: Callable[[], None]) -> OSError | None:
     return None
 
 
-def _is_stopped_while_waiting(ctx: TrainingContext, *, is_stopped: bool) -> bool:
-    """Wait until the next attempt; return whether a stop was requested meanwhile, the same on all ranks."""
+def _is_given_up_while_waiting(ctx: TrainingContext, is_given_up: Callable[[bool], bool]) -> bool:
+    """Wait until the next attempt; return whether a stop ends the waiting, the same on all ranks."""
     for _ in range(round(RETRY_SECONDS / POLL_SECONDS)):
         stop_requested, _ = ctx.poll()
-        # Of a run that was stopped with a checkpoint, a stop without one.
-        if ctx.stops_without_checkpoint if is_stopped else stop_requested:
+        if is_given_up(stop_requested):
             return True
         time.sleep(POLL_SECONDS)
     return False
