@@ -131,6 +131,31 @@ def test_fault_23_a_stop_ends_the_waiting_of_one_with_a_checkpoint(tmp_path: Pat
     assert run.wait(30) == "stopped"
 
 
+def saves_without_space(ctx: Any) -> None:
+    """A function's own checkpoint, of which rank 1 cannot write its part."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    def find_no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if ctx.rank == 1:
+        untyped: Any = FileSystemWriter
+        untyped.write_data = find_no_space
+    ctx.engine.setup(lambda: torch.nn.Linear(8, 8))
+    ctx.engine.save("checkpoints/mine")
+
+
+@thorough()
+def test_fault_23_the_reason_of_a_failed_save_begins_with_its_cause(tmp_path: Path) -> None:
+    """It was "CheckpointException ranks:dict_keys([1])"."""
+    recipe = ss.Recipe(seq_len=32, global_batch_size=2, precision="fp32")
+    plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), recipe, Layout.ddp())
+    run = ss.launch(plan, saves_without_space, folder=tmp_path)
+    assert run.wait(60) == "failed"
+    assert NO_SPACE in run.reason and "free some space" in run.reason
+
+
 @thorough()
 def test_fault_23_the_best_weights_left_are_exported(tmp_path: Path) -> None:
     """Early stopping on a full disk: the first of four validations is on disk, and the second is the best."""

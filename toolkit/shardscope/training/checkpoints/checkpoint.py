@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -64,7 +65,14 @@ def save(
         random_state.write_states(temporary)
         model_state = _collect_model_state(model, only_trained)
         optimizer_state = _collect_optimizer_state(model, optimizer, only_trained)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(temporary))
+        try:
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(temporary))
+        except CheckpointException as error:
+            # Its text does not begin with the cause. All ranks have the errors of all of them.
+            cause = as_os_error(error, temporary)
+            if cause is None:
+                raise
+            raise cause from error
         if dist.get_rank() == 0:
             write_position(temporary, position, list_pickled_ranges(temporary))
 
