@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +17,25 @@ from shardscope.core.number_format import format_count
 from shardscope.machine.os_errors import find_disk_fix, is_disk_error
 from shardscope.training.accounting.memory_watch import Snapshot
 from shardscope.training.accounting.tensors import read_device_bytes
-from shardscope.training.checkpoints.folders import BEST, checkpoint_path, delete_older, list_resumable
+from shardscope.training.checkpoints.folders import (
+    BEST,
+    OWN_FOLDER,
+    checkpoint_path,
+    delete_older,
+    list_resumable,
+)
 from shardscope.training.checkpoints.temporary_folder import delete_temporary, writes_folder
 from shardscope.training.data.batches import Batches
 from shardscope.training.optimizers.schedule import Schedule
 from shardscope.training.recording import Recorder, RecordingRequest, read_request
 from shardscope.training.samples import SampleGenerations
-from shardscope.training.tasks.final_export import NOT_SAVED, note_for_supervisor, save_when_possible
-from shardscope.training.validation import Validation
+from shardscope.training.tasks.final_export import (
+    BEST_EXPORT,
+    NOT_SAVED,
+    note_for_supervisor,
+    save_when_possible,
+)
+from shardscope.training.validation import BestExport, Validation
 
 if TYPE_CHECKING:
     from shardscope.training.engine import Engine, TrainingContext
@@ -119,6 +131,8 @@ def train(
                 checkpoints.wait_for_best()
                 if validation.run(ctx, engine):
                     checkpoints.begin_save(validation.best_checkpoint)
+                    if exports and os.environ.get(OWN_FOLDER) == "1":
+                        _export_best(engine, validation)
                 if validation.is_exhausted and not is_last:
                     is_last = True
                     number = format_count(validation.num_without_improvement, "validation")
@@ -135,6 +149,18 @@ def train(
     checkpoints.is_requested |= save_checkpoint or is_stopped
     checkpoints.save_last(exports=exports, is_stopped=is_stopped)
     return not is_stopped
+
+
+def _export_best(engine: Engine, validation: Validation) -> None:
+    """Export the best weights now: the ranks of nodes without a shared folder cannot load them later."""
+    try:
+        engine.export(BEST_EXPORT)
+    except OSError as error:
+        if not is_disk_error(error):
+            raise
+        _print(f"warning: the best weights were not exported: {error.strerror}. The run goes on")
+    else:
+        validation.best_export = BestExport(validation.saved_loss, engine.num_steps_done)
 
 
 class StepResult(NamedTuple):

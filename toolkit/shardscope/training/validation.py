@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardscope.training.engine import Context, Engine
+
+
+class BestExport(NamedTuple):
+    """Weights that were exported while training."""
+
+    loss: float
+    num_steps_done: int
 
 
 @dataclass
@@ -41,6 +48,8 @@ class Validation:
     first_loss: float | None = None
     """Loss of the initial weights; None in a resumed run."""
     last_loss: float | None = None
+    best_export: BestExport | None = None
+    """The best weights where nodes share no folder; None before the first, and on a shared one."""
     _saved_before: tuple[float, Path | None] = (math.inf, None)
     """Loss and path of the best checkpoint before the last one."""
 
@@ -144,6 +153,11 @@ class Validation:
     def forget_best(self) -> None:
         """Go back to the best checkpoint that is on disk, if any: the last one was not saved."""
         self.saved_loss, self.best_checkpoint = self._saved_before
+
+    def find_export(self) -> BestExport | None:
+        """Return the exported best weights, unless the last ones are better: the disk did not take those."""
+        exported, last = self.best_export, self.last_loss
+        return None if exported is None or (last is not None and last < exported.loss) else exported
 
     @property
     def is_last_better(self) -> bool:

@@ -16,7 +16,7 @@ from shardscope.core.number_format import format_count
 from shardscope.machine.os_errors import find_disk_fix, is_disk_error
 from shardscope.records.folder import EXPORT, RunFolder
 from shardscope.records.json_files import read_json, write_json_on_full_disk
-from shardscope.training.checkpoints.folders import list_resumable
+from shardscope.training.checkpoints.folders import BEST, CHECKPOINTS, list_resumable
 
 if TYPE_CHECKING:
     from shardscope.training.engine import TrainingContext
@@ -29,6 +29,8 @@ NOT_SAVED = "not_saved"
 """In rank 0's record: which checkpoint the run goes on without, and why; empty if there is none."""
 WORSE = "worse"
 """Entry of a rank's engine report: how far the trained weights are worse than the initial ones."""
+BEST_EXPORT = f"{CHECKPOINTS}/{BEST}-export"
+"""Folder of the best weights where nodes share no folder: a checkpoint of several nodes cannot be loaded."""
 RETRY_SECONDS = 10.0
 """Time between two attempts."""
 POLL_SECONDS = 1.0
@@ -39,14 +41,18 @@ NUM_ATTEMPTS_OF_STOP = 50
 """The same for a stop with a checkpoint, whose ranks are ended after ten minutes."""
 
 
-def export_when_possible(ctx: TrainingContext, complete: Callable[[Path], None]) -> None:
+def export_when_possible(
+    ctx: TrainingContext, complete: Callable[[Path], None], *, has_best: bool = False
+) -> None:
     """Export the weights into the run folder, all ranks together; ``complete`` adds files on rank 0.
 
+    ``has_best``: those of :data:`BEST_EXPORT`, instead of the engine's.
     A write that the disk does not take is repeated for about an hour, until a stop is requested. Then raises
     ``RuntimeError`` with what is kept of the weights. Raises other errors at once.
     """
     # Weights that are written are not written again, for which the disk would need their size once more.
-    left = [partial(ctx.engine.export, EXPORT), partial(_complete_together, ctx, complete)]
+    export_weights = partial(_move_best, ctx.folder) if has_best else partial(ctx.engine.export, EXPORT)
+    left = [export_weights, partial(_complete_together, ctx, complete)]
 
     def export() -> None:
         while left:
@@ -122,6 +128,18 @@ def note_for_supervisor(folder: Path, key: str, text: str) -> None:
     path = RunFolder(folder).rank(0)
     with contextlib.suppress(OSError):
         write_json_on_full_disk(path, {**(read_json(path) or {}), key: text})
+
+
+def _move_best(folder: Path) -> None:
+    from shardscope.training.checkpoints.temporary_folder import (
+        raising_on_all_ranks,
+        replace_folder,
+        writes_folder,
+    )
+
+    with raising_on_all_ranks():
+        if writes_folder():
+            replace_folder(folder / BEST_EXPORT, folder / EXPORT)
 
 
 def _complete_together(ctx: TrainingContext, complete: Callable[[Path], None]) -> None:
