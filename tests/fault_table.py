@@ -148,8 +148,10 @@ FAULTS = {
         "The disk is full, the run folder read-only",
         "A launch raises `OSError` with the cause. During a run, metrics and output that cannot be written "
         "are lost, and the log says so once there is space; the run continues and ends as usual. A rank that "
-        "hangs meanwhile is reported, after ten times the usual time. Trained weights that cannot be "
-        "exported are kept for an hour, and exported as soon as there is space.",
+        "hangs meanwhile is reported, after ten times the usual time. A stop is obeyed. A checkpoint that "
+        "does not fit is left out, and the run's status says so. Trained weights that cannot be exported are "
+        "kept for an hour, and exported as soon as there is space; without an export the same holds for the "
+        "last checkpoint, and for ten minutes for that of a stop.",
         "If not even the final status can be written, a run counts as lost; the exception of a run that "
         "failed on a full disk may be lost as well, and then the reason says so.",
     ),
@@ -493,11 +495,12 @@ FAULTS = {
     ),
     83: Fault(
         "The disk of one node is full, and the nodes share no file system",
-        "Another program's data alone end nothing: metrics of its ranks are lost. If a rank fails, as with a "
-        "checkpoint that does not fit, the run fails within 30 s on every node: the reason names the node, "
-        "the room on its disk and the checkpoint that is kept. An unfinished checkpoint is deleted.",
+        "Another program's data alone end nothing: metrics of its ranks are lost. A checkpoint that does not "
+        "fit is left out, as on one machine (23), and deleted on every node. If a rank fails, the run fails "
+        "within 30 s on every node: the reason names the node, the room on its disk and the checkpoint that "
+        "is kept.",
         "Both disks are file systems in memory of one machine. With a shared folder the disk is full for all "
-        "nodes, and an unfinished checkpoint stays until the next one.",
+        "nodes.",
     ),
     84: Fault(
         "The head of a Ray cluster is killed, or only its GCS, or the coordinator of a run",

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,11 +29,13 @@ from tests.cluster.test_two_nodes import (
 from tests.cluster.test_two_ray_nodes import bounded, check_failed_launch, start_ray
 from tests.cluster.two_node_ray import TwoNodeRay, find_why_not_covered
 from tests.requirements import every_case, skip_without, thorough
+from tests.weights_folders import LLAMA
 
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.records.folder import FINAL
 from shardscope.runs.run import Run
+from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER
 
 __all__ = ["bounded"]
 
@@ -234,3 +237,33 @@ def test_a_deleted_folder_stops_the_run_and_leaves_nothing(
     assert not run.folder.exists()
     for number in (0, 1):
         assert not list(cluster.look_into(number, scratch).glob("*/deleted"))
+
+
+@every_case()
+def test_the_best_weights_are_exported(
+    cluster: TwoNodeRay, target: ss.Ray, notebook: Path, tmp_path: Path
+) -> None:
+    """Each node has a part of the best checkpoint, which none can load: the last weights were exported.
+
+    Before, the run failed: only the first node had the tokens of the examples.
+    """
+    skip_without("datasets")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**LLAMA, initializer_range=0.1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "weights")
+    weights = Path(shutil.copy(SHIPPED_TOKENIZER, tmp_path / "weights" / "tokenizer.json")).parent
+    recipe = ss.Recipe(seq_len=32, micro_batch_size=1, global_batch_size=4, precision="fp32")
+    plan = ss.Plan(ss.Architecture.from_hf(weights), ss.Cluster.parse("2x1xcpu"), recipe, ss.Layout.fsdp2())
+    rows = [{"prompt": f"Number {number}?", "completion": f" It is {number}."} for number in range(12)]
+    options: dict[str, Any] = {"validation": rows[:4], "validate_every": 1, "early_stopping": 3}
+    options |= {"learning_rate": 0.3, "warmup": 0, "export": True}
+    run = ss.launch(
+        plan, ss.Finetune(weights, rows[4:], num_steps=4, **options), folder=notebook, name="best", on=target
+    )
+    assert run.wait(200) == "finished", (run.status, run.reason, run.error)
+    losses = [record["validation_loss"] for record in run.metrics() if "validation_loss" in record][1:]
+    best = 1 + losses.index(min(losses))
+    assert f"exporting the weights after {best} step" in run.logs(0)
+    assert run.engine_reports()[0]["export"]["num_steps_done"] == best
+    wait_for(lambda: any("export" in str(record) for record in run.files_on_nodes), 60)

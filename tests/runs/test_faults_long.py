@@ -55,6 +55,23 @@ for num_ranks in (1, 2):
         (folder / "filler").unlink()
 """
 
+STOPPED = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import run_tasks
+from pathlib import Path
+from run_helpers import make_plan
+from shardscope.runs.launch.launch import launch
+
+folder = Path({folder!r})
+run = launch(make_plan(), run_tasks.reads_stop_and_commands, name="full", folder=folder)
+while not run.metrics():
+    time.sleep(0.1)
+run_tasks.fill(folder / "filler")
+run.stop()
+print(run.wait(60), "|", run.reason)
+"""
+
 
 @slow_test
 def test_fault_22_a_hundred_megabytes_without_a_newline(plan: Any, tmp_path: Path) -> None:
@@ -103,3 +120,10 @@ def test_fault_23_a_full_disk_neither_causes_nor_hides_a_failure(tmp_path: Path)
         failed = ends[ranks, "raises_without_room"]
         assert failed.startswith("failed | ")
         assert "the disk of the run folder is full" in failed or "nobody reads this" in failed
+
+
+@slow_test
+@asks_unshare
+def test_fault_23_a_run_on_a_full_disk_is_stopped(tmp_path: Path) -> None:
+    """The command could not be written: run.stop() raised, and the run went on."""
+    assert on_a_small_disk(STOPPED, tmp_path).startswith("stopped | run.stop() was called")

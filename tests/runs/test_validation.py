@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,6 +219,32 @@ def test_ranks_load_the_best_weights_together_or_not_at_all(tmp_path: Path) -> N
     run = ss.launch(plan, task, folder=tmp_path / "runs")
     assert run.wait(60) == "finished", run.error
     assert "exporting the last ones" in run.logs(0) and run.model is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharesNoFolder(SeesNoCheckpointOnRank1):
+    """Its ranks are told what those of Ray's nodes without a shared folder are."""
+
+    def __call__(self, ctx: Any) -> None:
+        os.environ["SHARDSCOPE_OWN_FOLDER"] = "1"
+        super().__call__(ctx)
+
+
+@pytest.mark.parametrize("layout", few(list(LAYOUTS), ["fsdp2"]))
+def test_nodes_without_a_shared_folder_export_the_best_weights(layout: str, tmp_path: Path) -> None:
+    """They exported the last ones: no rank could load the checkpoint of several nodes."""
+    folder = small_model(tmp_path, "llama")
+    recipe = ss.Recipe(seq_len=SEQ_LEN, micro_batch_size=1, global_batch_size=4, precision="fp32")
+    plan = ss.Plan(ss.Architecture.from_hf(folder), ss.Cluster.parse("2xcpu"), recipe, LAYOUTS[layout])
+    options: dict[str, Any] = {"validation": VALIDATION_ROWS, "validate_every": 1, "early_stopping": 3}
+    options |= {"learning_rate": 0.03, "warmup": 0, "export": True}
+    run = ss.launch(plan, SharesNoFolder(folder, ROWS, num_steps=4, **options), folder=tmp_path / "runs")
+    assert run.wait(90) == "finished", run.error
+    losses = list_values(run, "validation_loss")[1:]
+    assert min(losses) < losses[-1] - 1e-2
+    assert evaluate(run.model) == pytest.approx(min(losses), abs=1e-3)
+    assert run.engine_reports()[0]["export"]["num_steps_done"] == 1 + losses.index(min(losses))
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["best"]
 
 
 @thorough()

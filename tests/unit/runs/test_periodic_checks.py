@@ -11,7 +11,7 @@ from shardscope.records import json_files
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import write_json
 from shardscope.runs.watch.periodic_checks import PeriodicChecks
-from shardscope.training.tasks.final_export import _record_waiting
+from shardscope.training.tasks.final_export import WAITS, note_for_supervisor
 
 
 def test_a_full_disk_does_not_hide_why_the_ranks_wait(
@@ -25,12 +25,12 @@ def test_a_full_disk_does_not_hide_why_the_ranks_wait(
     write_json(folder.rank(0), {"pid": 1, "ready": True})
     checks = PeriodicChecks(folder, 1, print)
     monkeypatch.setattr(json_files, "write_json", find_no_space)
-    _record_waiting(folder.path, "the disk is full")
+    note_for_supervisor(folder.path, WAITS, "the disk is full")
     assert checks.check(1.0, is_running=True) == "the disk is full" and checks.run_hangs
     # A reader may see half of a record that is overwritten in place.
     content = folder.rank(0).read_bytes()
     folder.rank(0).write_bytes(content[:-5])
     assert checks.check(1.0, is_running=True) is None and checks.run_hangs
     folder.rank(0).write_bytes(content)
-    _record_waiting(folder.path, "")
+    note_for_supervisor(folder.path, WAITS, "")
     assert checks.check(1.0, is_running=True) == "the trained weights are written" and not checks.run_hangs

@@ -6,6 +6,8 @@ import errno
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors for no space, no quota and the maximum file size (RLIMIT_FSIZE; Python ignores SIGXFSZ)."""
+UNWRITABLE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a disk that may be cured, such as a server that is away or credentials that have expired."""
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 _SHORTAGES = {
     errno.EMFILE: "this process has no free file descriptor (close files, or raise ulimit -n)",
@@ -18,6 +20,17 @@ _SHORTAGES = {
 def is_absent(error: OSError) -> bool:
     """Return whether the path does not exist. After other errors its existence is unknown."""
     return error.errno in _ABSENT
+
+
+def is_disk_error(error: OSError) -> bool:
+    """Return whether the disk does not take a write now, and may take it later."""
+    return error.errno in (*DISK_FULL_ERRORS, *UNWRITABLE_ERRORS)
+
+
+def find_disk_fix(error: OSError) -> str:
+    """Return what cures an error of :func:`is_disk_error`."""
+    is_full = error.errno in DISK_FULL_ERRORS
+    return "free some space on that disk" if is_full else "make the run folder writable again"
 
 
 def describe_shortage(error: OSError) -> str | None:

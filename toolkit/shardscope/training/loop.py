@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,18 +14,31 @@ import torch
 import torch.distributed as dist
 
 from shardscope.core.number_format import format_count
+from shardscope.machine.os_errors import find_disk_fix, is_disk_error
 from shardscope.training.accounting.memory_watch import Snapshot
 from shardscope.training.accounting.tensors import read_device_bytes
-from shardscope.training.checkpoints.folders import checkpoint_path, delete_older
-from shardscope.training.checkpoints.temporary_folder import writes_folder
+from shardscope.training.checkpoints.folders import (
+    BEST,
+    OWN_FOLDER,
+    checkpoint_path,
+    delete_older,
+    list_resumable,
+)
+from shardscope.training.checkpoints.temporary_folder import delete_temporary, writes_folder
 from shardscope.training.data.batches import Batches
 from shardscope.training.optimizers.schedule import Schedule
 from shardscope.training.recording import Recorder, RecordingRequest, read_request
 from shardscope.training.samples import SampleGenerations
-from shardscope.training.validation import Validation
+from shardscope.training.tasks.final_export import (
+    BEST_EXPORT,
+    NOT_SAVED,
+    note_for_supervisor,
+    save_when_possible,
+)
+from shardscope.training.validation import BestExport, Validation
 
 if TYPE_CHECKING:
-    from shardscope.training.engine import Context, Engine, TrainingContext
+    from shardscope.training.engine import Engine, TrainingContext
 
 SKIPPED_STEPS = 2
 """Steps skipped before profiling, if there are enough: the first ones allocate memory for the others."""
@@ -48,6 +62,7 @@ def train(
     memory_snapshot: bool = False,
     validation: Validation | None = None,
     samples: SampleGenerations | None = None,
+    exports: bool = False,
 ) -> bool:
     """Train from ``engine.num_steps_done`` to ``schedule.num_steps``. Return False if stopped by command.
 
@@ -56,12 +71,16 @@ def train(
     the last one; "profile" records the next steps, the first of them as a warmup. ``profile`` records a few
     steps without a command, at least one. Raises ``RuntimeError`` if two ranks would read the same sample in
     one step, and if loss or gradient are not finite, in which case the checkpoints from before are kept.
+
+    A checkpoint that the disk does not take is left out. The last one is tried again for an hour, unless the
+    weights are exported next (``exports``).
     """
     first = engine.num_steps_done
     check_ranks_read_different_samples(batches, first, ctx.device)
     seen: list[int] = []
     printed_steps = choose_printed_steps(first, schedule.num_steps)
     checkpoints = Checkpoints(ctx, engine, batches, save_every=save_every, keep_last=keep_last)
+    checkpoints.validation = validation
     is_stopped = False
     # A resumed run may already have all of its steps.
     if first >= schedule.num_steps:
@@ -109,8 +128,11 @@ def train(
             recorder.count_step()
             snapshot.count_step()
             if validation is not None and (is_last or validation.is_due(step + 1, schedule.num_steps)):
+                checkpoints.wait_for_best()
                 if validation.run(ctx, engine):
                     checkpoints.begin_save(validation.best_checkpoint)
+                    if exports and os.environ.get(OWN_FOLDER) == "1":
+                        _export_best(engine, validation)
                 if validation.is_exhausted and not is_last:
                     is_last = True
                     number = format_count(validation.num_without_improvement, "validation")
@@ -125,8 +147,20 @@ def train(
         checkpoints.wait_and_prune()
         return False
     checkpoints.is_requested |= save_checkpoint or is_stopped
-    checkpoints.save_last()
+    checkpoints.save_last(exports=exports, is_stopped=is_stopped)
     return not is_stopped
+
+
+def _export_best(engine: Engine, validation: Validation) -> None:
+    """Export the best weights now: the ranks of nodes without a shared folder cannot load them later."""
+    try:
+        engine.export(BEST_EXPORT)
+    except OSError as error:
+        if not is_disk_error(error):
+            raise
+        _print(f"warning: the best weights were not exported: {error.strerror}. The run goes on")
+    else:
+        validation.best_export = BestExport(validation.saved_loss, engine.num_steps_done)
 
 
 class StepResult(NamedTuple):
@@ -184,7 +218,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        ctx: Context,
+        ctx: TrainingContext,
         engine: Engine,
         batches: Batches,
         *,
@@ -195,9 +229,13 @@ class Checkpoints:
         self._save_every, self._keep_last = save_every, keep_last
         self._first = engine.num_steps_done
         self._wait: Callable[[], None] | None = None
+        self._path = ctx.folder
         self._name = ""
+        self._not_saved: dict[bool, str] = {}
         self.is_requested = False
         """Whether a checkpoint was requested that is not begun yet."""
+        self.validation: Validation | None = None
+        """The validation whose best weights are saved."""
 
     def save_if_due(self, step: int) -> None:
         """Start to save before ``step``, every ``save_every`` steps or if requested."""
@@ -207,13 +245,21 @@ class Checkpoints:
             self.begin_save()
             self.is_requested = False
 
-    def save_last(self) -> None:
-        """Save at the end, with ``save_every`` or if requested, and wait for it."""
+    def save_last(self, *, exports: bool, is_stopped: bool) -> None:
+        """Save at the end, with ``save_every`` or if requested, and wait for it.
+
+        Unless the run ``exports`` its weights next, nothing else has them: wait until the disk takes them.
+        """
+        self.wait_and_prune()
         # save_every includes the last step, but not that of a resumed run without steps: it is saved already.
         is_due = self._save_every is not None and self._engine.num_steps_done > self._first
-        if is_due or self.is_requested:
+        if not is_due and not self.is_requested:
+            return
+        if exports and not is_stopped:
             self.begin_save()
-        self.wait_and_prune()
+            self.wait_and_prune()
+        else:
+            save_when_possible(self._ctx, self._save, is_stopped=is_stopped)
 
     def begin_save(self, path: Path | None = None) -> None:
         """Start to save the engine's state, asynchronously if the engine supports it.
@@ -222,10 +268,24 @@ class Checkpoints:
         """
         # Engines allow one save at a time (Engine.begin_save); older ones are deleted when it is complete.
         self.wait_and_prune()
-        path = path or checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
+        try:
+            self._begin(path)
+        except OSError as error:
+            self._go_on_without(error)
+
+    def _begin(self, path: Path | None = None) -> None:
+        self._path = path or checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
         self._engine.stream_positions = gather_positions(self._batches)
-        self._wait = self._engine.begin_save(path)
-        self._name = str(path.relative_to(self._ctx.folder))
+        self._wait = self._engine.begin_save(self._path)
+
+    def _save(self) -> None:
+        """Save now. Raises the disk's ``OSError``, on all ranks."""
+        try:
+            self._begin()
+            self._finish_save()
+        except OSError:
+            delete_temporary(self._path)
+            raise
 
     def finish(self) -> str:
         """Wait for the checkpoint in progress. Return which one is the newest, as a clause."""
@@ -234,15 +294,56 @@ class Checkpoints:
             return "no checkpoint was saved before"
         return f"the newest checkpoint, from before it, is {self._name}"
 
+    def wait_for_best(self) -> None:
+        """Wait for the checkpoint in progress if it has the best weights, so that they count as saved."""
+        if self._path.name == BEST:
+            self.wait_and_prune()
+
     def wait_and_prune(self) -> None:
-        """Wait for the checkpoint in progress, then delete older ones."""
-        if self._wait is None:
+        """Wait for the checkpoint in progress, then delete older ones. Go on if the disk does not take it."""
+        try:
+            self._finish_save()
+        except OSError as error:
+            self._go_on_without(error)
+
+    def _finish_save(self) -> None:
+        wait, self._wait = self._wait, None
+        if wait is None:
             return
-        self._wait()
-        self._wait = None
+        wait()
+        self._name = str(self._path.relative_to(self._ctx.folder))
         _print(f"saved {self._name}")
+        self._note(None)
         if self._keep_last is not None and writes_folder():
             delete_older(self._ctx.folder, self._keep_last, parts=self._ctx.rank != 0)
+
+    def _go_on_without(self, error: OSError) -> None:
+        """Delete what is written of a checkpoint that the disk did not take, and report it.
+
+        Raises ``error`` if it is another one, which is the same on all ranks.
+        """
+        if not is_disk_error(error):
+            raise error
+        delete_temporary(self._path)
+        if self._path.name == BEST and self.validation is not None:
+            self.validation.forget_best()
+        name = self._path.relative_to(self._ctx.folder)
+        newest = next(reversed(list_resumable(self._ctx.folder)), None)
+        kept = (
+            "no checkpoint is kept" if newest is None else f"{newest.relative_to(self._ctx.folder)} is kept"
+        )
+        why = f"{name} could not be saved: {error.strerror}; {kept}"
+        _print(f"warning: {why}. The run goes on. Nearest fix: {find_disk_fix(error)}")
+        self._note(f"{why}. Nearest fix: {find_disk_fix(error)}")
+
+    def _note(self, problem: str | None) -> None:
+        """Report which of the best and the other checkpoints is not saved, if that has changed."""
+        before = dict(self._not_saved)
+        self._not_saved.pop(self._path.name == BEST, None)
+        if problem is not None:
+            self._not_saved[self._path.name == BEST] = problem
+        if self._not_saved != before and self._ctx.rank == 0:
+            note_for_supervisor(self._ctx.folder, NOT_SAVED, "; ".join(self._not_saved.values()))
 
 
 def gather_positions(batches: Batches) -> list[object] | None:

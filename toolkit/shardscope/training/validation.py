@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from shardscope.training.engine import Context, Engine
 
 
+class BestExport(NamedTuple):
+    """Weights that were exported while training."""
+
+    loss: float
+    num_steps_done: int
+
+
 @dataclass
 class Validation:
     """Validation of one run, and the state of its early stopping."""
@@ -34,11 +41,17 @@ class Validation:
     patience: int | None = None
     """Validations without a lower loss after which the run stops; None: no early stopping."""
     best_loss: float = math.inf
+    saved_loss: float = math.inf
+    """Loss of the best checkpoint: higher than ``best_loss`` if the disk did not take that one."""
     num_without_improvement: int = 0
     best_checkpoint: Path | None = None
     first_loss: float | None = None
     """Loss of the initial weights; None in a resumed run."""
     last_loss: float | None = None
+    best_export: BestExport | None = None
+    """The best weights where nodes share no folder; None before the first, and on a shared one."""
+    _saved_before: tuple[float, Path | None] = (math.inf, None)
+    """Loss and path of the best checkpoint before the last one."""
 
     @classmethod
     def resume(
@@ -67,6 +80,7 @@ class Validation:
                 print(f"the best weights so far, {path}, are gone: the best of this run are kept", flush=True)
                 return validation
             validation.best_loss, validation.num_without_improvement = best, number
+            validation.saved_loss = best
             validation.best_checkpoint = found
         return validation
 
@@ -75,7 +89,7 @@ class Validation:
         if self.best_checkpoint is None:
             return None
         return {
-            "best_loss": self.best_loss,
+            "best_loss": self.saved_loss,
             "num_without_improvement": self.num_without_improvement,
             "best_checkpoint": str(self.best_checkpoint),
         }
@@ -98,7 +112,7 @@ class Validation:
 
     def describe_worse(self) -> str:
         """Return that the weights that are kept have a higher loss than the initial ones; else empty."""
-        kept = self.last_loss if self.patience is None else self.best_loss
+        kept = self.last_loss if self.patience is None or self.is_last_better else self.saved_loss
         if self.first_loss is None or kept is None or kept <= self.first_loss:
             return ""
         return (
@@ -127,12 +141,28 @@ class Validation:
         print(f"validation after {format_count(engine.num_steps_done, 'step')}: loss {loss:.4g}", flush=True)
         if self.patience is None or engine.num_steps_done == 0:
             return False
-        is_best = loss < self.best_loss
-        if is_best:
-            self.best_loss, self.best_checkpoint = loss, ctx.folder / CHECKPOINTS / BEST
-        self.num_without_improvement = 0 if is_best else self.num_without_improvement + 1
+        self.num_without_improvement = 0 if loss < self.best_loss else self.num_without_improvement + 1
+        self.best_loss = min(loss, self.best_loss)
+        is_better = loss < self.saved_loss
+        if is_better:
+            self._saved_before = self.saved_loss, self.best_checkpoint
+            self.saved_loss, self.best_checkpoint = loss, ctx.folder / CHECKPOINTS / BEST
         engine.validation_state = self.describe_state()
-        return is_best
+        return is_better
+
+    def forget_best(self) -> None:
+        """Go back to the best checkpoint that is on disk, if any: the last one was not saved."""
+        self.saved_loss, self.best_checkpoint = self._saved_before
+
+    def find_export(self) -> BestExport | None:
+        """Return the exported best weights, unless the last ones are better: the disk did not take those."""
+        exported, last = self.best_export, self.last_loss
+        return None if exported is None or (last is not None and last < exported.loss) else exported
+
+    @property
+    def is_last_better(self) -> bool:
+        """Return whether the last weights are better than the best ones on disk."""
+        return self.last_loss is not None and self.last_loss < self.saved_loss
 
 
 def _find_best(candidates: Sequence[Path], loss: float) -> Path | None:

@@ -70,8 +70,8 @@ def render_status_sign(
 def render_heading(run: ss.Run, status: str) -> str:
     """Return lines of fixed height: status and name, the reason, the plan that is trained.
 
-    The reason of a failure or a hang may take several lines. A run that was started again has one line more,
-    about its attempts.
+    The reason of a failure or a hang, or one of several clauses, may take several lines. A run that was
+    started again has one line more, about its attempts.
     """
     try:
         plan = describe_plan(run.plan)
@@ -83,8 +83,8 @@ def render_heading(run: ss.Run, status: str) -> str:
     sign = render_status_sign(status, run.reason, hangs=hangs, place="ss-status")
     if hangs:
         line = "class='ss-hint ss-run-reason ss-tight' data-said='hang'"
-    elif status in ("failed", "lost") or (status == "finished" and ";" in run.reason):
-        # What is to be known of a finished run follows a semicolon.
+    elif status in ("failed", "lost") or ";" in run.reason:
+        # What is to be known of a run follows a semicolon, such as a checkpoint that was not saved.
         line = "class='ss-hint ss-run-reason'"
     else:
         line = "class='ss-hint ss-clipped'"

@@ -459,6 +459,13 @@ def test_of_the_files_of_a_data_set_those_for_training_are_read(tmp_path: Path) 
     assert describe_unread_files(others) == ""
 
 
+def test_hidden_files_of_a_folder_are_no_data(tmp_path: Path) -> None:
+    """The file that macOS puts beside each one on a USB stick was refused, as text in UTF-16."""
+    write(tmp_path / "a.jsonl", GOOD)
+    (tmp_path / "._a.jsonl").write_bytes(b"\x00\x05\x16\x07\x00")
+    assert [path.name for path in open_all(tmp_path).files] == ["a.jsonl"]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_byte_order_mark_of_a_text_is_no_character_of_it(streaming: bool, tmp_path: Path) -> None:
     paths = [write(tmp_path / name, "Call me Ishmael.", "utf-8-sig") for name in ("a.txt", "b.txt")]

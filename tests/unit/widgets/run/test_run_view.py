@@ -113,6 +113,20 @@ def test_a_hang_is_a_warning_and_ends_the_remaining_time() -> None:
     assert wait_until(lambda: "ss-tight" not in view.head.value and "ss-run-reason" in view.head.value)
 
 
+@pytest.mark.parametrize("status", ["running", "stopping", "stopped"])
+def test_the_fix_of_a_checkpoint_that_was_not_saved_is_not_cut(status: str) -> None:
+    run = FakeRun([record(loss=1.0)])
+    run.status, run.reason = (
+        status,
+        "step-000040 could not be saved: no space; step-000020 is kept. Nearest fix",
+    )
+    view = RunView(run)  # type: ignore[arg-type]
+    assert wait_until(lambda: "could not be saved" in view.head.value)
+    (line,) = (part for part in view.head.value.split("<div ") if ">step-000040 could" in part)
+    assert "ss-clipped" not in line
+    run.status = "stopped"
+
+
 def test_a_view_without_a_run_has_no_button_to_stop_it() -> None:
     assert "ss-off" in RunView().stop_button._dom_classes
 

@@ -16,6 +16,7 @@ from types import FrameType
 
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import write_json
+from shardscope.records.regular_files import open_new
 from shardscope.runs.backends.backend import LaunchError
 from shardscope.runs.run import Run
 
@@ -44,6 +45,9 @@ class PendingRun:
         except FileExistsError as error:  # The parent is a file; the random name itself cannot exist.
             message = f"folder is {self.parent}, which is a file; runs need a folder."
             raise LaunchError(errno.ENOTDIR, message) from error
+        # An empty line, which readers skip: on a disk that becomes full, a stop fits into its block.
+        with open_new(self.folder.control) as file:
+            file.write(b"\n")
 
     def publish(self, description: dict[str, object]) -> None:
         """Rename the folder to its name, with a number appended if an ended run has that name.
@@ -101,7 +105,7 @@ class PendingRun:
         """
         folder = self.folder
         with contextlib.suppress(OSError):
-            for file in (folder.task, folder.status, folder.run_json, folder.supervisor_log):
+            for file in (folder.task, folder.status, folder.run_json, folder.control, folder.supervisor_log):
                 file.unlink(missing_ok=True)
             for name in (*folder.SUBFOLDERS, *self.further):
                 (folder.path / name).rmdir()

@@ -20,7 +20,7 @@ from shardscope.runs.watch.hang import HangDetector
 from shardscope.runs.watch.host_monitor import HostMemoryMonitor
 from shardscope.runs.watch.node_hangs import NodeHangs
 from shardscope.runs.watch.standstill import StandstillDetector
-from shardscope.training.tasks.final_export import WAITS
+from shardscope.training.tasks.final_export import NOT_SAVED, WAITS
 
 Result = TypeVar("Result")
 
@@ -75,6 +75,7 @@ class PeriodicChecks:
         }
         self._is_sampling = False
         self._export_waits = ""
+        self._not_saved = ""
         """Why the trained weights are not exported yet; empty if that is not reported."""
         self._scalars = {rank: ScalarFile(folder.tensorboard / f"rank-{rank}") for rank in self.ranks}
         logs = [folder.launcher_log, folder.supervisor_log, *map(folder.log, self.ranks)]
@@ -105,7 +106,7 @@ class PeriodicChecks:
         if not is_running:
             return None
         before = self._export_waits
-        self._export_waits = self._try_check("the export", self._read_export) or ""
+        self._export_waits = self._try_check("the export", lambda: self._read_note(WAITS, before)) or ""
         if self._export_waits != before:
             return self._export_waits or "the trained weights are written"
         if self._export_waits:  # The ranks do nothing else meanwhile.
@@ -119,15 +120,25 @@ class PeriodicChecks:
             report = self._hang.report or self._standstill.report
             message = self._try_check("hangs of all nodes", lambda: nodes.check(report, message, seconds))
         # The reason of a run that hangs stays that of the hang.
-        return message or (None if self.run_hangs else self._report_sampling())
+        if message is None and not self.run_hangs:
+            message = self._try_check("checkpoints", self._report_checkpoints) or self._report_sampling()
+        return message
 
-    def _read_export(self) -> str:
-        """Return why the ranks wait to export the trained weights; empty if they do not."""
+    def _report_checkpoints(self) -> str | None:
+        """Return a new sentence about checkpoints that the disk did not take, else None."""
+        before = self._not_saved
+        self._not_saved = self._read_note(NOT_SAVED, before)
+        if self._not_saved == before:
+            return None
+        return self._not_saved or "checkpoints are saved again"
+
+    def _read_note(self, key: str, before: str) -> str:
+        """Return what rank 0 has noted for the supervisor, such as why it waits; empty if nothing."""
         record = read_json(self.folder.rank(0))
         if record is None:  # It is being written, on a full disk in place.
-            return self._export_waits
-        waits = record.get(WAITS)
-        return waits if isinstance(waits, str) else ""
+            return before
+        note = record.get(key)
+        return note if isinstance(note, str) else ""
 
     def _report_sampling(self) -> str | None:
         """Return a sentence when lines of metrics were skipped for the first time, else None."""

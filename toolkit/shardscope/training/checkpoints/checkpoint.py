@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,7 +33,11 @@ from shardscope.training.checkpoints.pickles import (
 )
 from shardscope.training.checkpoints.position import read_position, write_position
 from shardscope.training.checkpoints.temporary_folder import (
+    as_os_error,
     create_temporary,
+    delete_temporary,
+    raise_on_all_ranks,
+    raising_on_all_ranks,
     replace_folder,
     replace_when_complete,
     writes_folder,
@@ -60,7 +65,14 @@ def save(
         random_state.write_states(temporary)
         model_state = _collect_model_state(model, only_trained)
         optimizer_state = _collect_optimizer_state(model, optimizer, only_trained)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(temporary))
+        try:
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(temporary))
+        except CheckpointException as error:
+            # Its text does not begin with the cause. All ranks have the errors of all of them.
+            cause = as_os_error(error, temporary)
+            if cause is None:
+                raise
+            raise cause from error
         if dist.get_rank() == 0:
             write_position(temporary, position, list_pickled_ranges(temporary))
 
@@ -80,7 +92,8 @@ def begin_save(
     it is complete, whether or not that function is called.
     """
     temporary = create_temporary(path)
-    random_state.write_states(temporary)
+    with raising_on_all_ranks():
+        random_state.write_states(temporary)
     state = {
         "model": _collect_model_state(model, only_trained),
         "optimizer": _collect_optimizer_state(model, optimizer, only_trained),
@@ -100,11 +113,13 @@ def begin_save(
                 replace_folder(temporary, path)
             completed.set_result(None)
         except BaseException as error:
-            completed.set_exception(error)
+            # Before the folder is deleted at once, so that the space is there for metrics.
+            cause = as_os_error(error, temporary) or error
+            delete_temporary(path)
+            completed.set_exception(cause)
 
     def wait() -> None:
-        completed.result()
-        dist.barrier(group)
+        raise_on_all_ranks(completed.exception(), group)
 
     future.add_done_callback(finish)
     return wait

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,8 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
+from shardscope.records.folder import RunFolder
 from shardscope.training.checkpoints.folders import OWN_FOLDER
+
+_FAILED_WRITE = "inline_container.cc"
+"""Part of torch's error of a write of ``torch.save`` that failed, which does not say why."""
 
 
 @contextmanager
@@ -33,13 +40,17 @@ def replace_when_complete(path: Path) -> Iterator[Path]:
 
 def create_temporary(path: Path) -> Path:
     """Create the temporary folder for ``path``. Return it, on all ranks."""
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = _name_temporary(path)
     with raising_on_all_ranks():
         if writes_folder():
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
     return temporary
+
+
+def _name_temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
@@ -55,28 +66,69 @@ def raising_on_all_ranks() -> Iterator[None]:
         error = as_os_error(raised)
         if error is None:
             raise
-    own = None if error is None else (error.errno, error.strerror or str(error), error.filename)
-    errors: list[tuple[int, str, str | None] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, own)
+    raise_on_all_ranks(error)
+
+
+def raise_on_all_ranks(
+    error: BaseException | None, group: dist.ProcessGroup | None = None, folder: Path | None = None
+) -> None:
+    """Raise the ``OSError`` that any rank of ``group`` has, else this rank's own ``error``. Collective.
+
+    ``folder`` is that of :func:`as_os_error`.
+    """
+    own = None if error is None else as_os_error(error, folder)
+    record = None
+    if own is not None:
+        # Where each node has a disk of its own, the name of the one that has no space.
+        where = f" on {platform.node()}" if os.environ.get(OWN_FOLDER) == "1" else ""
+        own = OSError(own.errno, f"{own.strerror or own}{where}", own.filename)
+        own.__cause__ = error
+        record = (own.errno, own.strerror, own.filename)
+    records: list[tuple[int | None, str, str | None] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(records, record, group=group)
+    # A rank may only know of another one's write that it failed.
+    known = sorted(filter(None, records), key=lambda each: each[0] == errno.EIO)
+    if own is not None and own.errno == known[0][0]:
+        raise own
+    if known:
+        raise OSError(*known[0]) from error
     if error is not None:
         raise error
-    if other := next(filter(None, errors), None):
-        raise OSError(*other)
 
 
-def as_os_error(error: Exception) -> OSError | None:
+def as_os_error(error: BaseException, folder: Path | None = None) -> OSError | None:
     """Return ``error`` as an ``OSError``; None if it is another one.
 
-    Libraries in Rust, such as safetensors and tokenizers, only name the number in their text.
+    torch's checkpoints wrap the errors of all ranks. Libraries in Rust, such as safetensors and tokenizers,
+    only name the number in their text. Where torch says no more than that a write failed, the disk of
+    ``folder`` tells whether it is full.
     """
     if isinstance(error, OSError):
         return error
+    if isinstance(error, CheckpointException):
+        causes = (as_os_error(cause, folder) for cause, _ in error.failures.values())
+        return next(filter(None, causes), None)
+    if _FAILED_WRITE in str(error):
+        is_full = folder is not None and RunFolder(folder).is_on_full_disk
+        converted = OSError(*_describe(errno.ENOSPC if is_full else errno.EIO))
+        converted.__cause__ = error
+        return converted
     number = re.search(r"\(os error (\d+)\)", str(error))
     if number is None:
         return None
-    converted = OSError(int(number[1]), os.strerror(int(number[1])))
+    converted = OSError(*_describe(int(number[1])))
     converted.__cause__ = error
     return converted
+
+
+def _describe(number: int) -> tuple[int, str]:
+    return number, os.strerror(number)
+
+
+def delete_temporary(path: Path) -> None:
+    """Delete the temporary folder for ``path``, which no rank writes any more."""
+    if writes_folder():
+        shutil.rmtree(_name_temporary(path), ignore_errors=True)
 
 
 def writes_folder() -> bool:

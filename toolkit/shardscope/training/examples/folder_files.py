@@ -107,8 +107,12 @@ def _list_data_files(folder: Path) -> list[Path]:
     return sorted(
         path
         for path in folder.iterdir()
-        # The card of a data set is no text to train on.
-        if path.suffix.lower() in LOADERS and path.name.lower() != README.lower() and path.is_file()
+        # The card of a data set is no text to train on. Hidden files belong to programs, such as "._a.csv",
+        # which macOS writes beside a.csv on the disks of other systems.
+        if path.suffix.lower() in LOADERS
+        and path.name.lower() != README.lower()
+        and not path.name.startswith(".")
+        and path.is_file()
     )
 
 

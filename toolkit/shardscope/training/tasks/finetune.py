@@ -389,15 +389,17 @@ class Finetune(TextTask):
     ) -> tuple[Batches, Batches | None]:
         """Return batches for training and validation; ``position`` is the resumed checkpoint's.
 
-        Rank 0 tokenizes the examples into the run folder, which all ranks map. Streamed ones are tokenized by
-        each rank while it trains.
+        Rank 0 tokenizes the examples into the run folder, which all ranks map; where nodes share none, the
+        first rank of each does. Streamed ones are tokenized by each rank while it trains.
         """
         import torch.distributed as dist
+
+        from shardscope.training.checkpoints.temporary_folder import writes_folder
 
         recipe, share = ctx.plan.recipe, self.share_of_rank(ctx)
         tokenizer = WeightsTokenizer(self.folder).load()
         encoder, padding_id = Encoder(tokenizer, self.loss_on), find_padding_id(tokenizer)
-        if ctx.rank == 0:
+        if writes_folder():
             write_tokens(self._rows, encoder, recipe, ctx.folder)
         dist.barrier()
         training: Batches

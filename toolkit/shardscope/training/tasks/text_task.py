@@ -321,6 +321,7 @@ class TextTask(ABC):
             memory_snapshot=self.memory_snapshot,
             validation=validation,
             samples=self.prepare_samples(ctx, num_steps, validation),
+            exports=self.export,
         )
         if is_complete and validation is not None and (worse := validation.describe_worse()):
             print(f"warning: {worse}", flush=True)
@@ -342,14 +343,23 @@ class TextTask(ABC):
         """Export the best weights, or without validation the last ones. Called by all ranks."""
         engine = ctx.engine
         best = None if validation is None else validation.best_checkpoint
-        if validation is not None and best is not None and validation.has_best_checkpoint():
-            engine.load(best)
-            done = format_count(engine.num_steps_done, "step")
-            print(f"exporting the weights after {done}, the best", flush=True)
+        done = engine.num_steps_done
+        exported = None if validation is None else validation.find_export()
+        if exported is not None:
+            done = exported.num_steps_done
+            print(f"exporting the weights after {format_count(done, 'step')}, the best", flush=True)
+        elif validation is not None and best is not None and validation.has_best_checkpoint():
+            if validation.is_last_better:
+                print("the best weights were not saved: exporting the last ones, the best left", flush=True)
+            else:
+                engine.load(best)
+                done = engine.num_steps_done
+                print(f"exporting the weights after {format_count(done, 'step')}, the best", flush=True)
         elif best is not None:
             print(f"the best weights, {best}, are gone: exporting the last ones", flush=True)
-        export_when_possible(ctx, partial(self.complete_export, plan=ctx.plan))
-        ctx.record(ENTRY, {"num_steps_done": engine.num_steps_done})
+        complete = partial(self.complete_export, plan=ctx.plan)
+        export_when_possible(ctx, complete, has_best=exported is not None)
+        ctx.record(ENTRY, {"num_steps_done": done})
         print(f"exported {EXPORT}", flush=True)
 
     def build_schedule(self, plan: Plan, num_steps: int) -> Schedule:

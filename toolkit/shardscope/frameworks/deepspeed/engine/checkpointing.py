@@ -29,6 +29,9 @@ from shardscope.training.checkpoints.pickles import checked_loading, is_trusted,
 from shardscope.training.checkpoints.position import read_position, write_position
 from shardscope.training.checkpoints.temporary_folder import (
     create_temporary,
+    delete_temporary,
+    raise_on_all_ranks,
+    raising_on_all_ranks,
     replace_folder,
     replace_when_complete,
     writes_folder,
@@ -86,9 +89,7 @@ class AsyncSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Raises the error of the writing thread."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
-        dist.barrier(self._group)
+        raise_on_all_ranks(self._error, self._group)
 
     def _write(self) -> None:
         try:
@@ -110,10 +111,12 @@ class AsyncSave:
                 replace_folder(self._temporary, self._path)
         except BaseException as error:
             self._error = error
+            delete_temporary(self._path)
 
 
 def _save_state(folder: Path, engine: DeepSpeedEngine, only_trained: bool) -> None:
-    random_state.write_states(folder)
+    with raising_on_all_ranks():
+        random_state.write_states(folder)
     engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained)
 
 

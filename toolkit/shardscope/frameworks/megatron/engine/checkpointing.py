@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardscope.frameworks.megatron.engine import random_tracker
 from shardscope.frameworks.megatron.weights.export import wait_for_weights
@@ -33,6 +34,9 @@ from shardscope.training.checkpoints.pickles import (
 from shardscope.training.checkpoints.position import read_position, write_position
 from shardscope.training.checkpoints.temporary_folder import (
     create_temporary,
+    delete_temporary,
+    raise_on_all_ranks,
+    raising_on_all_ranks,
     replace_folder,
     replace_when_complete,
     writes_folder,
@@ -92,6 +96,7 @@ class AsyncSave:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         self._path, self._position, self.is_done = path, position, False
+        self._error: BaseException | None = None
         self._temporary = create_temporary(path)
         self._calls = AsyncCallsQueue()
         self._calls.schedule_async_request(
@@ -105,17 +110,30 @@ class AsyncSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Raises the error that a writer had."""
         self._finish(blocking=True)
+        if self._error is not None:
+            raise self._error
 
     def _finish(self, *, blocking: bool) -> None:
-        if self.is_done or not self._calls.maybe_finalize_async_calls(blocking=blocking):
+        """Complete the checkpoint if it is written. Keep its error for :meth:`wait`: steps go on."""
+        if self.is_done:
             return
-        if dist.get_rank() == 0:
-            write_position(self._temporary, self._position, list_pickled_ranges(self._temporary))
-        if writes_folder():
-            replace_folder(self._temporary, self._path)
+        error: BaseException | None = None
+        try:
+            if not self._calls.maybe_finalize_async_calls(blocking=blocking):
+                return
+            if dist.get_rank() == 0:
+                write_position(self._temporary, self._position, list_pickled_ranges(self._temporary))
+            if writes_folder():
+                replace_folder(self._temporary, self._path)
+        except (CheckpointException, OSError) as raised:  # The former on all ranks.
+            error = raised
         # No rank may see the checkpoint as done before rank 0 has renamed it.
-        dist.barrier()
         self.is_done = True
+        try:
+            raise_on_all_ranks(error, folder=self._temporary)
+        except (CheckpointException, OSError) as raised:
+            self._error = raised
+            delete_temporary(self._path)
 
 
 def load_checkpoint(
@@ -170,8 +188,9 @@ def _write_state(
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    random_state.write_states(folder)
-    random_tracker.write_states(folder)
+    with raising_on_all_ranks():
+        random_state.write_states(folder)
+        random_tracker.write_states(folder)
     _create_optimizer_state(optimizer)
     wait_for_weights(chunks)
     for name in RESULTS_QUEUE_FUNCTIONS:

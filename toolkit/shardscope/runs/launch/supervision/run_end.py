@@ -40,7 +40,7 @@ from shardscope.training.checkpoints.folders import (
     delete_unfinished,
     list_resumable,
 )
-from shardscope.training.tasks.final_export import WORSE
+from shardscope.training.tasks.final_export import NOT_SAVED, WORSE
 
 FINISH_SECONDS = 1.0
 """Time that the final status waits for the last writes of the periodic checks; the rest follows it."""
@@ -186,6 +186,9 @@ class RunEnd:
         if status == "finished":
             reason += self._describe_untrained() + self._describe_worse()
             self._write_model_card()
+        not_saved = markers[0].get(NOT_SAVED) if markers else None
+        if status in ("finished", "stopped") and isinstance(not_saved, str) and not_saved:
+            reason += f"; {not_saved}"
         if status == "failed" and isinstance(self.folder, NodeFolder):
             reason += describe_full_disks(self.folder, markers)
         return FinalStatus(status, reason, details)

@@ -1,0 +1,173 @@
+"""Checkpoints that the disk does not take: the run goes on without them, and keeps its weights."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from finetuned_models import small_model
+from run_helpers import seconds_until
+from test_finetune_examples import ROWS, SEQ_LEN
+from test_validation import VALIDATION_ROWS, evaluate, list_values
+from tests.requirements import few, needs, thorough
+
+import shardscope as ss
+from shardscope import Layout
+
+needs("torch")
+
+pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+
+SPACE = "space"
+"""File in the run folder with which its disk has room for all checkpoints."""
+NO_SPACE = "No space left"
+
+
+def fill_disk(folder: Path, fits: int) -> None:
+    """Let rank 0 complete no checkpoint after more than ``fits`` steps: the others do not see the error."""
+    from shardscope.frameworks.deepspeed.engine import checkpointing as deepspeed
+    from shardscope.frameworks.megatron.engine import checkpointing as megatron
+    from shardscope.training.checkpoints import checkpoint
+
+    for module in (checkpoint, deepspeed, megatron):
+        untyped: Any = module
+        write = untyped.write_position
+
+        def write_if_space(path: Path, position: Any, *more: Any, write: Any = write) -> None:
+            if position["num_steps_done"] > fits and not (folder / SPACE).exists():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(path, position, *more)
+
+        untyped.write_position = write_if_space
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavesOntoFullDisk(ss.Pretrain):
+    def __call__(self, ctx: Any) -> None:
+        from shardscope.training.tasks import final_export
+
+        final_export.RETRY_SECONDS, final_export.POLL_SECONDS = 0.2, 0.1
+        final_export.NUM_ATTEMPTS_OF_STOP = 10_000
+        fill_disk(ctx.folder, fits=1)
+        super().__call__(ctx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunesOntoFullDisk(ss.Finetune):
+    def __call__(self, ctx: Any) -> None:
+        fill_disk(ctx.folder, fits=1)
+        super().__call__(ctx)
+
+
+def launch(folder: Path, layout: Any, **fields: Any) -> ss.Run:
+    recipe = ss.Recipe(seq_len=32, global_batch_size=2, precision="fp32")
+    plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), recipe, layout)
+    return ss.launch(plan, SavesOntoFullDisk(**fields), folder=folder)
+
+
+def list_checkpoints(run: ss.Run) -> list[str]:
+    return sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+
+
+CASES = {
+    "fsdp2": Layout.fsdp2(),
+    "ddp": Layout.ddp(),
+    "zero-3": Layout.zero(stage=3),
+    "megatron": Layout.megatron(tp=2),
+}
+
+
+@pytest.mark.parametrize("case", few(list(CASES), ["fsdp2"]))
+def test_fault_23_a_run_goes_on_without_checkpoints_and_exports(case: str, tmp_path: Path) -> None:
+    """It failed, and the weights were lost."""
+    run = launch(tmp_path, CASES[case], num_steps=4, save_every=1, export=True)
+    assert run.wait(120) == "finished", run.error
+    assert run.model is not None
+    assert list_checkpoints(run) == ["step-000001"]
+    assert "step-000004 could not be saved: No space left" in run.reason and "free some space" in run.reason
+    assert "step-000001 is kept" in run.reason
+
+
+@thorough()
+def test_fault_23_checkpoints_are_saved_again_when_there_is_space(tmp_path: Path) -> None:
+    run = launch(tmp_path, Layout.fsdp2(), num_steps=100_000, save_every=2, log_every=1000)
+    seconds_until(lambda: "could not be saved" in run.reason or run.status == "failed", 120)
+    (run.folder / SPACE).touch()
+    seconds_until(lambda: "saved again" in run.reason or run.status == "failed", 60)
+    run.stop()
+    assert run.wait(60) == "stopped" and "could not be saved" not in run.reason
+    assert len([name for name in list_checkpoints(run) if name.startswith("step-")]) > 1
+
+
+@thorough()
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_fault_23_the_last_checkpoint_waits_for_space(is_stopped: bool, tmp_path: Path) -> None:
+    """Nothing else has the weights."""
+    num_steps = 100_000 if is_stopped else 3
+    run = launch(tmp_path, Layout.fsdp2(), num_steps=num_steps, save_checkpoint=True, export=is_stopped)
+    if is_stopped:
+        seconds_until(lambda: len(run.metrics()) > 4 or run.status == "failed")
+        run.stop(checkpoint=True)
+    seconds_until(lambda: NO_SPACE in run.reason or run.status == "failed", 120)
+    assert run.status in ("running", "stopping") and "free some space" in run.reason
+    run.stop(checkpoint=True)  # Which is what the ranks try to do.
+    seconds_until(lambda: run.status == "stopping")
+    (run.folder / SPACE).touch()
+    assert run.wait(60) in ("stopped", "finished"), run.error
+    assert len(list_checkpoints(run)) == 1 and NO_SPACE not in run.reason
+
+
+@thorough()
+def test_fault_23_a_stop_ends_the_waiting_of_one_with_a_checkpoint(tmp_path: Path) -> None:
+    run = launch(tmp_path, Layout.fsdp2(), num_steps=100_000)
+    seconds_until(lambda: len(run.metrics()) > 4 or run.status == "failed")
+    run.stop(checkpoint=True)
+    seconds_until(lambda: NO_SPACE in run.reason or run.status == "failed", 60)
+    run.stop()
+    assert run.wait(30) == "stopped"
+
+
+def saves_without_space(ctx: Any) -> None:
+    """A function's own checkpoint, of which rank 1 cannot write its part."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    def find_no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if ctx.rank == 1:
+        untyped: Any = FileSystemWriter
+        untyped.write_data = find_no_space
+    ctx.engine.setup(lambda: torch.nn.Linear(8, 8))
+    ctx.engine.save("checkpoints/mine")
+
+
+@thorough()
+def test_fault_23_the_reason_of_a_failed_save_begins_with_its_cause(tmp_path: Path) -> None:
+    """It was "CheckpointException ranks:dict_keys([1])"."""
+    recipe = ss.Recipe(seq_len=32, global_batch_size=2, precision="fp32")
+    plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), recipe, Layout.ddp())
+    run = ss.launch(plan, saves_without_space, folder=tmp_path)
+    assert run.wait(60) == "failed"
+    assert NO_SPACE in run.reason and "free some space" in run.reason
+
+
+@thorough()
+def test_fault_23_the_best_weights_left_are_exported(tmp_path: Path) -> None:
+    """Early stopping on a full disk: the first of four validations is on disk, and the second is the best."""
+    needs("datasets")
+    folder = small_model(tmp_path, "llama")
+    recipe = ss.Recipe(seq_len=SEQ_LEN, micro_batch_size=1, global_batch_size=4, precision="fp32")
+    plan = ss.Plan(ss.Architecture.from_hf(folder), ss.Cluster.parse("2xcpu"), recipe, Layout.ddp())
+    options: dict[str, Any] = {"validate_every": 1, "early_stopping": 3, "learning_rate": 0.03, "warmup": 0}
+    options |= {"validation": VALIDATION_ROWS, "export": True}
+    run = ss.launch(plan, FinetunesOntoFullDisk(folder, ROWS, num_steps=4, **options), folder=tmp_path)
+    assert run.wait(120) == "finished", run.error
+    losses = list_values(run, "validation_loss")[1:]
+    assert losses[1] == min(losses) and len(losses) == 4
+    assert evaluate(run.model) == pytest.approx(min(losses[0], losses[3]), abs=1e-3)
+    assert "checkpoints/best could not be saved" in run.reason
