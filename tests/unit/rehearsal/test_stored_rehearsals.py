@@ -121,12 +121,15 @@ def test_predictions_agree_with_rehearsals_of_norms_and_experts() -> None:
 
 
 def test_predictions_agree_with_rehearsals_of_shared_experts_and_autocast() -> None:
-    """DeepSeek V2 Lite was 12 % low (ZeRO-3) to 19 % high (ZeRO-2), Falcon under DDP 6 to 9 % high."""
+    """DeepSeek V2 Lite was 12 % low (ZeRO-3) to 19 % high (ZeRO-2), Falcon under DDP 6 to 9 % high.
+
+    The last four have adapters of the feed-forward or of attention's output alone: 3 to 16 % high.
+    """
     rows, rejected = read_rehearsals([STORED / "mixed-shared-experts-and-casts.jsonl"])
-    assert not rejected and len(rows) == 12
+    assert not rejected and len(rows) == 16
     worst = max(rows, key=lambda row: abs(row.error))
     assert abs(worst.error) <= 0.006, in_words(worst)
-    assert sum(abs(row.error) <= 0.002 for row in rows) >= 10
+    assert sum(abs(row.error) <= 0.0025 for row in rows) >= 13
 
 
 def test_predictions_agree_with_rehearsals_of_usual_fine_tunes() -> None:
