@@ -21,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardscope.core.architecture import Architecture
 from shardscope.core.recipe import Recipe
-from shardscope.memory.activations.forward import compute_weight_casts, list_saved_tensors
+from shardscope.memory.activations.forward import list_saved_tensors
 from shardscope.memory.activations.modules.compiled_layers import COMPILED_FAMILIES
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved_tensors import Modules
+from shardscope.memory.activations.weight_casts import compute_weight_casts
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.rehearsal.fake_world import replace_converted_parameters, transformers_as_on_real_tensors
 from shardscope.rehearsal.gpu_operators import gpu_operators

@@ -27,7 +27,6 @@ from shardscope.core.recipe import Recipe
 from shardscope.families.registry import list_families_with
 from shardscope.memory.activations.forward import (
     compute_layer_activations,
-    compute_weight_casts,
     list_kept_by_selective,
     list_saved_tensors,
 )
@@ -35,6 +34,7 @@ from shardscope.memory.activations.modules.attention import has_one_key_head
 from shardscope.memory.activations.modules.dora import DORA_FAMILIES, compute_dora_vectors
 from shardscope.memory.activations.modules.first_layer import list_unsaved_in_first_layer
 from shardscope.memory.activations.modules.saved_tensors import Modules, SavedTensor
+from shardscope.memory.activations.weight_casts import compute_weight_casts
 from shardscope.memory.state.lora import find_adapter_targets
 from shardscope.training.document_masks import add_document_mask
 from shardscope.training.model.lora import add_adapters

@@ -180,6 +180,19 @@ def test_autotp_shards_projections_and_head() -> None:
 
 
 @needs_deepspeed
+def test_tensor_parallel_ranks_offload_activations() -> None:
+    """AutoTP's device mesh rejected the fake GPU's name, "cpu:0", and so the rehearsal failed."""
+    plan = build_small_plan(ss.Layout.zero(1, tp=2))
+    plan = replace(plan, recipe=replace(plan.recipe, recompute="offload"))
+    report = rehearse_in_this_process(plan)
+    rehearsed, predicted = (
+        sum(one.components[name] for name in TENSOR_COMPONENTS) for one in (report, plan.memory())
+    )
+    assert predicted == pytest.approx(rehearsed, rel=0.01)
+    assert report.host_bytes > 0
+
+
+@needs_deepspeed
 def test_a_model_that_autotp_does_not_shard_is_rejected() -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan
 

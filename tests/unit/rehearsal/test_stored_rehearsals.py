@@ -120,6 +120,28 @@ def test_predictions_agree_with_rehearsals_of_norms_and_experts() -> None:
     assert sum(abs(row.error) <= 0.003 for row in rows) >= 6
 
 
+def test_predictions_agree_with_rehearsals_of_shared_experts_and_autocast() -> None:
+    """DeepSeek V2 Lite was 12 % low (ZeRO-3) to 19 % high (ZeRO-2), Falcon under DDP 6 to 9 % high.
+
+    The last four have adapters of the feed-forward or of attention's output alone: 3 to 16 % high.
+    """
+    rows, rejected = read_rehearsals([STORED / "mixed-shared-experts-and-casts.jsonl"])
+    assert not rejected and len(rows) == 16
+    worst = max(rows, key=lambda row: abs(row.error))
+    assert abs(worst.error) <= 0.006, in_words(worst)
+    assert sum(abs(row.error) <= 0.0025 for row in rows) >= 13
+
+
+def test_predictions_agree_with_rehearsals_of_usual_fine_tunes() -> None:
+    """Models of 1 to 685 billion parameters, cut in depth: of 98 plans 96 were within 3 % at first."""
+    rows, rejected = read_rehearsals([STORED / "mixed-fine-tunes.jsonl"])
+    assert not rejected and len(rows) == 98
+    close = sum(abs(row.error) <= 0.01 for row in rows) / len(rows)
+    worst = max(rows, key=lambda row: abs(row.error))
+    assert close >= 0.97, close
+    assert abs(worst.error) <= 0.03, in_words(worst)
+
+
 def test_activation_after_a_matrix_larger_than_the_bucket() -> None:
     """ZeRO-3 has released the down projection by then: 1.2 % too high with its all-gathered weight."""
     rows, _ = read_rehearsals([STORED / "deepspeed-recipes-held-out-3.jsonl"])

@@ -357,33 +357,6 @@ def _list_wide_branches(arch: Architecture, modules: Modules) -> list[SavedTenso
 
 
 @lru_cache(maxsize=4096)
-def compute_weight_casts(architecture: Architecture, moe: bool, modules: Modules) -> int:
-    """Return the bytes of autocast's half-precision copies of one layer's trained matrices.
-
-    Routed experts have none. With adapters, only the adapters are in fp32.
-    """
-    if not modules.autocast:
-        return 0
-    layer = find_first_layer(architecture, moe)
-    if modules.targets is not None:
-        linears = architecture.layer_linears(layer)
-        adapted = sum(sum(shape) for target, shape in linears if target in modules.targets)
-        return modules.adapter_rank * adapted * modules.compute
-    matrices = architecture.layer_matrix_parameters(layer)
-    return sum(count for group, count in matrices.items() if group != "experts") * modules.compute
-
-
-def count_weight_casts(modules: Modules, recompute: str) -> tuple[int, int]:
-    """Return how many sets of these copies exist after a layer's forward, and how many in backward.
-
-    Autocast's cache keeps them until its context exits, and autograd keeps those it needs. On a CPU rank,
-    "offload" to host is a second copy in the same memory.
-    """
-    copies_on_cpu = recompute == "offload" and not modules.on_gpu
-    return 1 + copies_on_cpu, int(recompute == "none" or copies_on_cpu)
-
-
-@lru_cache(maxsize=4096)
 def compute_kept_masks(
     architecture: Architecture, modules: Modules, recompute: str, interval: int = 1
 ) -> int:

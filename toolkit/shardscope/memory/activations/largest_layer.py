@@ -24,7 +24,8 @@ from shardscope.memory.activations.modules.attention import (
     is_eager,
 )
 from shardscope.memory.activations.modules.experts import (
-    compute_weighted_width,
+    compute_shared_saved,
+    compute_weighting,
     get_expert_row_widths,
     list_expert_tensors,
 )
@@ -90,7 +91,9 @@ def find_largest_layer(stage: TransformersActivations) -> LargestLayer:
     arch, modules, tokens = stage.plan.architecture, stage.modules, stage.tokens
     layer, tp = _find_most_activations(stage), stage.plan.degrees.tp
     # Layers with experts come last, and so first in backward.
-    peak = compute_layer_backward(arch, count_layers_by_kind(arch, stage.stage)[-1][0], modules)
+    ends_in_experts = count_layers_by_kind(arch, stage.stage)[-1][0]
+    is_recomputed = stage.plan.recipe.recompute in ("full", "selective")
+    peak = compute_layer_backward(arch, ends_in_experts, modules, is_recomputed)
     if 0 < arch.num_moe_layers < arch.num_hidden_layers:
         has_experts = stage.stage.num_moe_layers > 0
         peak = where(has_experts, peak, compute_layer_backward(arch, False, modules))
@@ -162,7 +165,9 @@ def _compute_float8(stage: TransformersActivations) -> int:
 
 
 @lru_cache(maxsize=4096)
-def compute_layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBackward:
+def compute_layer_backward(
+    arch: Architecture, moe: bool, modules: Modules, is_recomputed: bool = False
+) -> LayerBackward:
     """Return the bytes of one layer's backward, dense or MoE, for its attention implementation."""
     c, hidden = modules.compute, arch.hidden_size
     stream = hidden * modules.stream
@@ -170,7 +175,9 @@ def compute_layer_backward(arch: Architecture, moe: bool, modules: Modules) -> L
     if moe and experts is not None:
         rows = experts.num_experts_per_tok
         width = get_expert_row_widths(arch, modules)[0]
-        weighted = rows * hidden * compute_weighted_width(arch, modules)
+        weighted = compute_weighting(arch, modules, is_recomputed=is_recomputed)
+        if not find_family(arch).is_zero3_leaf:
+            weighted -= compute_shared_saved(arch, modules)
         inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
         saved = sum(t.bytes_per_token for t in list_expert_tensors(arch, modules) if t.operator == "experts")
         both = rows * width * (2 * experts.moe_intermediate_size + hidden)

@@ -14,11 +14,14 @@ from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, minim
 from shardscope.memory.activations.float8 import compute_layer_working
 from shardscope.memory.activations.forward import (
     compute_kept_for_recomputation,
-    compute_weight_casts,
-    count_weight_casts,
 )
 from shardscope.memory.activations.modules.dora import compute_dora_peaks, compute_dora_vectors
 from shardscope.memory.activations.modules.layer_peaks import LayerPeak, compute_layer_peaks
+from shardscope.memory.activations.weight_casts import (
+    compute_passing_cast,
+    compute_weight_casts,
+    count_weight_casts,
+)
 from shardscope.memory.state.stages import count_layers_by_kind
 
 if TYPE_CHECKING:
@@ -201,11 +204,19 @@ def _build_kind(
     peaks = map_distinct(
         partial(compute_layer_peaks, arch, moe, modules, recompute), plan.degrees.tp, num_stream_shards
     )
-    # A quantized base's matrix is dequantized in its matmul's backward, whose weight count each peak has.
-    dequantized_width = modules.compute * modules.quantized
+    # A quantized base's matrix is dequantized in its matmul's backward, whose weight count each peak has; and
+    # an offloaded copy of autocast returns from the host for it.
+    returns_casts = recompute == "offload" and modules.on_gpu and modules.autocast and modules.trained
+    matrix_width = modules.compute * (modules.quantized or returns_casts)
     backward = [
-        LayerPeak(tokens * activations + dequantized_width * dequantized, finished, matrix, experts, casts)
-        for activations, finished, matrix, experts, casts, dequantized in peaks.backward
+        LayerPeak(
+            tokens * activations + matrix_width * in_matmul,
+            finished,
+            matrix,
+            experts,
+            0 if returns_casts else casts,
+        )
+        for activations, finished, matrix, experts, casts, in_matmul in peaks.backward
     ]
     forward = tokens * peaks.forward
     if modules.uses_dora:
@@ -220,7 +231,7 @@ def _build_kind(
         saved = tokens * (layer.saved + layer.recomputed + stream)
         backward.append(LayerPeak(saved + compute_layer_working(arch, moe, tokens)))
     casts = compute_weight_casts(arch, moe, modules)
-    copies, kept_copies = count_weight_casts(modules, recompute)
+    copies, kept_copies = count_weight_casts(arch, modules, recompute)
     # int8 matmuls do not dequantize the matrix in forward, only in backward.
     dequantized = 0 if modules.int8_base else activations.compute_dequantized()
     return LayerKind(
@@ -229,9 +240,9 @@ def _build_kind(
         first_index=first,
         last_index=last,
         saved=tokens * layer.saved + compute_dora_vectors(arch, modules, recompute),
-        forward=forward + dequantized,
+        forward=forward + dequantized + compute_passing_cast(arch, moe, modules, recompute),
         backward=tuple(backward),
-        casts=casts,
+        casts=0 if returns_casts else casts,
         casts_after_forward=copies * casts,
         casts_in_backward=kept_copies * casts,
         weights=peaks.weights,

@@ -20,8 +20,6 @@ from shardscope.memory.activations.forward import (
     compute_kept_masks,
     compute_layer_activations,
     compute_unsaved_at_start,
-    compute_weight_casts,
-    count_weight_casts,
 )
 from shardscope.memory.activations.head import (
     compute_final_norm,
@@ -35,6 +33,7 @@ from shardscope.memory.activations.largest_layer import LargestLayer, find_large
 from shardscope.memory.activations.layer_order import LayerOrder, build_layer_order
 from shardscope.memory.activations.modules.attention import is_eager
 from shardscope.memory.activations.modules.dora import compute_dora_vectors
+from shardscope.memory.activations.weight_casts import compute_weight_casts, count_weight_casts
 from shardscope.memory.report import Term
 from shardscope.memory.state.quantization import find_largest_matrix
 from shardscope.memory.state.stages import count_layers_by_kind, count_recomputed_by_kind
@@ -279,7 +278,7 @@ class TransformersActivations:
         # The kinds after the recomputed ones are the same kinds, not recomputed.
         for kind, (moe, _) in zip(self.kinds, (*by_kind, *by_kind), strict=False):
             casts = kind.num_layers * compute_weight_casts(arch, moe, modules)
-            copies, kept_copies = count_weight_casts(modules, kind.recompute)
+            copies, kept_copies = count_weight_casts(arch, modules, kind.recompute)
             after_forward, in_backward = after_forward + copies * casts, in_backward + kept_copies * casts
         return after_forward, in_backward - self.unsaved_casts
 

@@ -45,6 +45,8 @@ class ActivationSizes(NamedTuple):
     """Tensors that the first layer with adapters does not save when it is recomputed."""
     num_layers: int
     """Number of layers of the stage."""
+    num_moe_layers: int
+    """Number of these with routed experts; they come last."""
     peaks_in_scores: bool
     """Whether a layer's maximum is in attention, with materialized scores, and not in its feed-forward."""
     has_scores: bool
@@ -97,6 +99,7 @@ def compute_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> Acti
         adapts_down=list_parameter_names(arch).down in (modules.targets or ()),
         adapter_inputs=tokens * adapter_inputs * _adapts_only_mlp_inputs(arch, modules),
         num_layers=stage.num_layers,
+        num_moe_layers=stage.num_moe_layers,
         peaks_in_scores=peaks_in_scores,
         has_scores=has_scores,
         fetches_one_by_one=_fetches_one_by_one(plan, modules),

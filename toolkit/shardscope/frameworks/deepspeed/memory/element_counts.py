@@ -74,8 +74,10 @@ class LayerPhases(NamedTuple):
     """Phases of one decoder layer's backward."""
 
     first_gradient: PhaseElements
+    at_experts: PhaseElements
+    """At the weighting of experts' rows, with their matrices all-gathered."""
     after_down: PhaseElements
-    """At the activation's backward, after the gradient of a dense feed-forward's last matrix."""
+    """At the activation's backward, after the gradient of the feed-forward's last matrix."""
     before_attention: PhaseElements
     """Between the feed-forward's gradients and attention's."""
     peak: PhaseElements
@@ -455,6 +457,7 @@ def _get_layer_phases(part: BackwardPart, next_layer: PhaseElements) -> LayerPha
     matrices = part.feed_forward[:_NUM_MATRICES] or (part.first_gradient,)
     return LayerPhases(
         first_gradient=part.first_gradient,
+        at_experts=part.at_experts or part.first_gradient,
         after_down=part.after_down or part.first_gradient,
         before_attention=part.before_attention or part.first_gradient,
         peak=part.peak,

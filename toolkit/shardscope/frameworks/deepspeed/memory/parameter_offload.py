@@ -53,6 +53,11 @@ class ModuleCall(NamedTuple):
     """Whether it is all-gathered and released as one with its submodules (``DEFAULT_LEAF_MODULE_CLASSES``,
     deepspeed/runtime/zero/leaf_module_config.py); its gradients are reduced when all of them exist."""
 
+    @property
+    def is_experts(self) -> bool:
+        """Whether it is the module of all routed experts, which calls an activation between its matmuls."""
+        return self.is_feed_forward and bool(self.submodules)
+
 
 NO_PARAMS = ModuleCall()
 """Call of a module without parameters: an activation, a dropout or rotary embeddings."""

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import any_true, is_array, maximum, pick_largest_row, where
-from shardscope.memory.activations.largest_layer import (
-    LargestLayer,
-    list_candidate_depths,
-)
+from shardscope.memory.activations.largest_layer import LargestLayer, list_candidate_depths
 from shardscope.memory.report import Phase, Term, sum_parts
 from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 
@@ -59,8 +56,10 @@ class BackwardPart(NamedTuple):
     at_logits: PhaseElements | None = None
     """In the head's part, at the maximum while the logits' gradient exists; None: ``peak``. The hook that
     reduces the head's gradient runs after it is freed."""
+    at_experts: PhaseElements | None = None
+    """At the weighting of experts' rows, with their matrices all-gathered; None: ``first_gradient``."""
     after_down: PhaseElements | None = None
-    """At the activation's backward, after the gradient of a dense feed-forward's last matrix, which stays
+    """At the activation's backward, after the gradient of the feed-forward's last matrix, which stays
     autograd's tensor if it is larger than the bucket; None: ``first_gradient``."""
 
 
@@ -172,17 +171,14 @@ class _BackwardPeaks:
 
     def find_all(self) -> list[PeakCandidate]:
         """Return the candidates in the order of backward, then those of forward."""
-        peaks = self._find_head_peaks()
+        counts, peaks = self.counts, self._find_head_peaks()
         for num_passed, layer in self._choose_layers():
             peaks += self._find_layer_peaks(num_passed, layer)
         peaks.append(
-            self._build_candidate(
-                0.97, (self.backward.stream_gradient,), _IN_EMBEDDING, self.counts.embedding
-            )
+            self._build_candidate(0.97, (self.backward.stream_gradient,), _IN_EMBEDDING, counts.embedding)
         )
         peaks += [
-            self._build_candidate(0.975, (0,), _NO_ACTIVATIONS, phase)
-            for phase in self.counts.final_reduction
+            self._build_candidate(0.975, (0,), _NO_ACTIVATIONS, phase) for phase in counts.final_reduction
         ]
         if self.sizes.has_scores:
             peaks += self._find_forward_score_peaks()
@@ -339,10 +335,14 @@ class _BackwardPeaks:
         fraction, bucket = point.fraction, point.bucket
         is_last = point.num_passed == sizes.num_layers - 1
         # At the layer's own maximum: the product of the feed-forward, or attention's scores.
-        inside = (saved, maximum(layer.at_product, layer.at_expert_rows) - is_last * sizes.unsaved)
-        at_peak = where(has_experts, phases.first_gradient, phases.after_down)
-        at_peak = phases.before_attention if sizes.peaks_in_scores else at_peak
+        inside = (saved, layer.at_product - is_last * sizes.unsaved)
+        at_peak = phases.before_attention if sizes.peaks_in_scores else phases.after_down
         peaks = [self._build_candidate(fraction, inside, _IN_LAYER, at_peak, bucket)]
+        if any_true(has_experts):
+            has_rows = has_experts & (point.num_passed < sizes.num_moe_layers)
+            at_rows = layer.at_expert_rows - is_last * sizes.unsaved
+            inside = (where(has_rows, saved, 0), where(has_rows, at_rows, 0))
+            peaks.append(self._build_candidate(fraction, inside, _IN_LAYER, phases.at_experts, bucket))
         if any_true(layer.at_norm_after):
             inside = (saved, layer.at_norm_after)
             peaks.append(self._build_candidate(fraction, inside, _IN_LAYER, phases.first_gradient, bucket))

@@ -283,6 +283,7 @@ class _StepSimulation:
         before_attention: PhaseElements | None = None
         peak = attention_output = PhaseElements(0, 0)
         at_logits: PhaseElements | None = None
+        at_experts: PhaseElements | None = None
         after_down: PhaseElements | None = None
         # Whether the feed-forward is done; attention's first gradient ends this phase.
         is_after_feed_forward = False
@@ -320,11 +321,14 @@ class _StepSimulation:
                 first_gradient = self._build_phase(self.gathered + head_gradient)
             # A leaf's gradients are reduced when all of them exist (leaf_module_config.py).
             if call.is_leaf:
+                after_down = first_gradient
                 leaf_peak, reduction_peak = self._run_leaf_backward(module, feed_forward, tied_gradient)
                 peak = self._raise_peak(peak, tied_gradient + leaf_peak)
                 attention_output = self._raise_peak(attention_output, tied_gradient + reduction_peak)
                 is_after_feed_forward = True
                 continue
+            if call.is_experts and at_experts is None:
+                at_experts = self._build_phase(self.gathered + tied_gradient)
             if call.in_attention and before_attention is None:
                 before_attention = self._build_phase(self.gathered + tied_gradient)
             # Other modules: each gradient is reduced by its own hook.
@@ -335,6 +339,9 @@ class _StepSimulation:
                     feed_forward.append(self._build_phase(elements))
                 elif is_after_feed_forward:
                     attention_output = self._raise_peak(attention_output, elements)
+            if call.is_experts and after_down is None and not call.has_vector_pairs:
+                # Both matrices stay all-gathered until the module's end.
+                after_down = self._build_phase(self.gathered + tied_gradient)
             is_after_feed_forward = call.is_feed_forward or (is_after_feed_forward and not call.in_attention)
         if first_gradient is None:
             first_gradient = self._build_phase(self.gathered + tied_gradient)
@@ -345,6 +352,7 @@ class _StepSimulation:
             tuple(feed_forward),
             attention_output,
             at_logits,
+            at_experts,
             after_down,
         )
 

@@ -9,10 +9,11 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -89,6 +90,9 @@ class FakeDevice:
         self._patch(torch, "equal", lambda *_: True)
         backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
         self._patch(backend, "broadcast_object_list", _do_nothing)
+        # AutoTP's mesh takes the name of a device type, without the index that "cpu:0" has.
+        mesh = importlib.import_module("torch.distributed.device_mesh")
+        self._patch(mesh, "init_device_mesh", functools.partial(_init_mesh, mesh.init_device_mesh))
         loss = importlib.import_module("deepspeed.sequence.cross_entropy")
         self._patch(loss, "_validate_vocab_shard_bounds", self._count_vocabulary_rows)
         # zero.Init replaces torch's function and does not restore it.
@@ -186,6 +190,10 @@ class _FakeValues(TorchDispatchMode):
             assert isinstance(tensor, torch.Tensor)
             return 1.0 if tensor.is_floating_point() else 0
         return function(*args, **(kwargs or {}))
+
+
+def _init_mesh(create: Callable[..., object], device: str, *args: object, **kwargs: object) -> object:
+    return create(device.partition(":")[0], *args, **kwargs)
 
 
 def _do_nothing(*_: object, **__: object) -> None:

@@ -93,7 +93,8 @@ def compute_scores_in_forward(arch: Architecture, modules: Modules, num_scores: 
     """Return bytes of scores alive at once in forward, saved ones included."""
     c = modules.compute
     if find_family(arch).has_attention_sinks:
-        return 3 * num_scores * modules.stream
+        # Scores with the mask, these without their maximum, and the softmax; and autocast's copy of it.
+        return num_scores * (3 * modules.stream + c * (modules.stream > c))
     return num_scores * (c + FP32 + (c if find_family(arch).has_softcapping else 0) + (c if c < FP32 else 0))
 
 

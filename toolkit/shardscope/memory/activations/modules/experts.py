@@ -78,11 +78,29 @@ def get_expert_row_widths(arch: Architecture, modules: Modules) -> tuple[int, in
     return width, width if find_family(arch).casts_router_weights else FP32
 
 
-def compute_weighted_width(arch: Architecture, modules: Modules) -> int:
-    """Return bytes per element of expert rows in the backward of their weighting.
+def compute_weighting(arch: Architecture, modules: Modules, *, is_recomputed: bool) -> int:
+    """Return bytes per token in the backward of the weighting of expert rows, besides the stream gradient.
 
     The gradients of the weighted rows, of their sum and of the router weights, in the router's dtype; and a
-    cast of them if the rows are narrower.
+    cast of them if the rows are narrower. A recomputation that goes on after the experts, to shared ones,
+    has freed the rows before the cast: torch's checkpoint forgets a tensor when it is unpacked. The shared
+    experts, or their gate, have created a gradient of the input; it takes the place of the norm's output if
+    that was saved for them alone.
     """
+    experts = arch.mixture_of_experts
+    assert experts is not None
     width, weighted = get_expert_row_widths(arch, modules)
-    return 3 * weighted + (width if width < weighted else 0)
+    has_shared = experts.shared_expert_intermediate_size > 0
+    has_cast = width < weighted and not (has_shared and is_recomputed)
+    rows = experts.num_experts_per_tok * arch.hidden_size * (3 * weighted + width * has_cast)
+    has_gradient = has_shared and (find_family(arch).has_shared_expert_gate or not modules.trained)
+    return rows + arch.hidden_size * modules.compute * has_gradient
+
+
+def compute_shared_saved(arch: Architecture, modules: Modules) -> int:
+    """Return bytes per token that shared experts save, whose backward comes before the routed ones'."""
+    experts = arch.mixture_of_experts
+    if experts is None:
+        return 0
+    copies = 3 + modules.inner_copies("down_proj")
+    return copies * experts.shared_expert_intermediate_size * modules.compute

@@ -53,19 +53,44 @@ def list_unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[S
     if arch.norm == "rmsnorm":
         norm = SavedTensor("norms", hidden * FP32 + FP32, "sequence")
         return (norm, *_list_before_first_adapter(arch, modules, norm))
+    return _list_layernorm_unsaved(arch, modules)
+
+
+def _list_layernorm_unsaved(arch: Architecture, modules: Modules) -> tuple[SavedTensor, ...]:
+    """Return the unsaved tensors of a layer with LayerNorm: norms, attention and branches before adapters."""
+    hidden, names = arch.hidden_size, list_parameter_names(arch)
     number = modules.compute if casts_norms(arch, modules) else modules.normed
     norms = arch.norms_per_layer if arch.parallel_residual else 1
     inputs = norms if modules.normed > modules.stream else 1
     unsaved = [
         SavedTensor("norms", inputs * hidden * number + norms * compute_norm_statistics(modules), "sequence")
     ]
-    adapted = any(map(modules.saves_input, (*list_mlp_inputs(arch), list_parameter_names(arch).down)))
-    if arch.parallel_residual and not adapted:
+    # Attention, unless an adapter reads what its projections of query, key and value read.
+    is_kernel_unsaved = not _adapts_attention_inputs(arch, modules)
+    adapts_output = modules.saves_input(names.output)
+    if is_kernel_unsaved:
+        kernel = sum(tensor.bytes_per_token for tensor in list_kernel_tensors(arch, modules, names.output))
+        output_input = get_attention_widths(arch).output * modules.compute * adapts_output
+        unsaved.append(SavedTensor("attention", kernel - output_input, "tp"))
+    # The feed-forward, which reads the embeddings, too, or attention's output.
+    if not arch.parallel_residual:
+        if not is_kernel_unsaved or adapts_output:
+            return tuple(unsaved)
+        unsaved.append(SavedTensor("norms", hidden * number + compute_norm_statistics(modules), "sequence"))
+    if not any(map(modules.saves_input, list_mlp_inputs(arch))):
         inner = compute_inner_bytes(arch, modules)
-        if modules.quantized and modules.autocast:
+        if modules.saves_input(names.down):
+            inner -= modules.inner_copies(names.down) * modules.compute
+        elif modules.quantized and modules.autocast:
             inner += modules.normed - modules.compute
         unsaved.append(SavedTensor("mlp", inner * arch.intermediate_size, "tp"))
     return tuple(unsaved)
+
+
+def _adapts_attention_inputs(arch: Architecture, modules: Modules) -> bool:
+    """Return whether a projection of queries, keys or values has an adapter."""
+    attention = {name.split(".")[-2] for group, name, _ in arch.layer_shapes(0) if group == "attention"}
+    return any(modules.saves_input(name) for name in attention - {list_parameter_names(arch).output})
 
 
 def _list_dropout_masks(arch: Architecture, modules: Modules) -> list[SavedTensor]:

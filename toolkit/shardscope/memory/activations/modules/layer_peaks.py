@@ -32,7 +32,8 @@ from shardscope.memory.activations.modules.attention import (
     passes_mask,
 )
 from shardscope.memory.activations.modules.experts import (
-    compute_weighted_width,
+    compute_shared_saved,
+    compute_weighting,
     get_expert_row_widths,
     list_expert_tensors,
 )
@@ -108,7 +109,13 @@ def compute_layer_peaks(
         kept_bytes += compute_int8_inputs(arch, moe, modules, recompute)
     kept_inputs = compute_kept_for_recomputation(arch, moe, modules, recompute, stream)
     layer = _Layer(
-        arch, moe, modules, shards, all_saved, is_offloaded=recompute == "offload" and modules.on_gpu
+        arch,
+        moe,
+        modules,
+        shards,
+        all_saved,
+        is_offloaded=recompute == "offload" and modules.on_gpu,
+        is_recomputed=recompute in ("full", "selective"),
     )
     # Inside of the layer, as if it saved everything: a recomputation does.
     forward = layer.compute_forward()
@@ -149,9 +156,10 @@ class _Layer:
         all_saved: int,
         *,
         is_offloaded: bool = False,
+        is_recomputed: bool = False,
     ) -> None:
         self.arch, self.moe, self.modules, self.shards = arch, moe, modules, shards
-        self.is_offloaded = is_offloaded
+        self.is_offloaded, self.is_recomputed = is_offloaded, is_recomputed
         """Saved tensors are on the host and return operator by operator (training/model/recompute)."""
         self.all_saved = all_saved
         c, hidden = modules.compute, arch.hidden_size
@@ -434,15 +442,17 @@ class _Layer:
         # Grouped matmuls are not autocast: they run in the weights' dtype.
         width = modules.stream
         shared = weights.feed_forward - weights.expert_down - weights.expert_up
-        first = self._count_gradients(shared)
+        wide = experts.shared_expert_intermediate_size * c
+        # With a gate (Qwen2-MoE), shared experts run before the routed ones, and have their backward after.
+        is_first = wide > 0 and not find_family(arch).has_shared_expert_gate
+        first = self._count_gradients(shared) * (is_first or not wide)
         peaks = []
-        if experts.shared_expert_intermediate_size:
-            wide = experts.shared_expert_intermediate_size * c
+        if is_first:
             peaks.append(
                 self._build_peak(alive + self.stream + 2 * wide, weights.down, dequantized=weights.down)
             )
-            alive -= (3 + modules.inner_copies("down_proj")) * wide
-        weighted = rows * hidden * compute_weighted_width(arch, modules)
+            alive -= compute_shared_saved(arch, modules)
+        weighted = compute_weighting(arch, modules, is_recomputed=self.is_recomputed)
         peaks.append(LayerPeak(alive + self.stream + weighted, first, autocast_weights=first))
         inner = rows * experts.moe_intermediate_size * width
         unweighted = rows * hidden * width
@@ -458,7 +468,11 @@ class _Layer:
         saved = sum(t.bytes_per_token for t in list_expert_tensors(arch, modules) if t.operator == "experts")
         # Gradients of both branches together and of the rows, and the rows themselves.
         both = rows * width * (2 * experts.moe_intermediate_size + 2 * hidden)
-        peaks.append(LayerPeak(alive + unweighted - saved + self.stream + both, finished + up, 0, up, first))
+        alive += unweighted - saved
+        peaks.append(LayerPeak(alive + self.stream + both, finished + up, 0, up, first))
+        if wide and not is_first:
+            finished = weights.expert_down + weights.expert_up + weights.down
+            peaks.append(self._build_peak(alive + self.stream + 2 * wide, finished, dequantized=weights.down))
         return peaks
 
     def _list_offloaded_experts(self) -> list[LayerPeak]:
@@ -472,7 +486,7 @@ class _Layer:
         shared = self._count_gradients(weights.feed_forward - weights.expert_down - weights.expert_up)
         down, up = self._count_gradients(weights.expert_down), self._count_gradients(weights.expert_up)
         finished = shared + down
-        weighted = rows // width * compute_weighted_width(arch, modules)
+        weighted = compute_weighting(arch, modules, is_recomputed=False)
         # At the product: it multiplies both halves of the up projection's output, one of them activated.
         # With the whole output, the activated half and three gradients there are six tensors.
         peaks = [
