@@ -181,12 +181,16 @@ def test_other_invalid_gpu_fields_raise(field: str, bad: Any) -> None:
         ({"host_memory_bytes": "2TB"}, str(2**41)),
         ({"nvme_bytes": "512 GiB"}, str(2**39)),
         ({"inter_node_link": "infiniband-hdr"}, r"shardscope\.catalog\.links\['infiniband-hdr'\]"),
+        ({"intra_node_link": "nvlink4"}, r"shardscope\.catalog\.links\['nvlink-4'\]"),
+        ({"host_link": ""}, r"shardscope\.catalog\.links\['pcie-5-x16'\]"),
+        ({"gpu": "a100-sxm-80gb"}, r"ss\.gpus\['a100-sxm-80gb'\]"),
+        ({"gpu": "h100"}, r"ss\.gpus\['h100-sxm-80gb'\]"),
     ],
 )
-def test_the_fix_of_a_size_with_its_unit_and_of_a_links_name_is_what_is_meant(
+def test_the_fix_of_a_size_with_its_unit_and_of_a_name_is_what_is_meant(
     change: dict[str, Any], fix: str
 ) -> None:
-    """The fixes were 0 bytes, and another cluster."""
+    """The fixes were 0 bytes, another cluster, an H100 for an A100, and a link outside of the catalogue."""
     with pytest.raises(ValueError, match=rf"Nearest fix: {fix}\.$"):
         dataclasses.replace(CLUSTER, **change)
 

@@ -244,7 +244,9 @@ def test_experts_that_are_sliced_over_tp_may_be_whole() -> None:
     """The fix of ep=8 next to tp=8, as DeepSeek-V3 is trained, was ep=1: no expert parallelism."""
     cluster = Cluster.parse("8x8xh100-sxm-80gb")
     layout = Layout.megatron(tp=8, pp=8, ep=8)
-    with pytest.raises(FieldError, match=r"Layout\.ep is 8; .*etp=8.*Nearest fix: etp=1\.$") as caught:
+    with pytest.raises(
+        FieldError, match=r"Layout\.ep is 8; .*1 rank that etp=8.*Nearest fix: etp=1\.$"
+    ) as caught:
         Plan(ss.models["mixtral-8x7b"], cluster, Recipe(), layout)
     fixed = replace(layout, **(caught.value.fix_values or {}))
     assert Plan(ss.models["mixtral-8x7b"], cluster, Recipe(), fixed).degrees.ep == 8

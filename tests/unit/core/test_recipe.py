@@ -133,6 +133,9 @@ def test_choices_without_a_default_reject_none(field: str) -> None:
         # Switches: "true" is spelled like "none", and "false" like "full".
         ("recompute", True, "'full'"),
         ("recompute", False, "'none'"),
+        ("recompute", "true", "'full'"),
+        ("recompute", "off", "'none'"),
+        ("recompute", np.True_, "'full'"),
         ("kernels", False, "None"),
     ],
 )

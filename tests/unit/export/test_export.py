@@ -347,6 +347,21 @@ def test_megatron_arguments_reach_pretrain_gpt_unchanged(tmp_path: Path) -> None
     assert parsed == plan
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8-mixed", "fp16-mixed", "fp32"])
+def test_megatrons_experts_are_grouped_in_bf16_alone(precision: str, tmp_path: Path) -> None:
+    """validate_args asserts bf16 with --moe-grouped-gemm: other precisions ended in an AssertionError."""
+    plan = ss.Plan(
+        ss.models["mixtral-8x7b"],
+        ss.Cluster.parse("8xh100-sxm-80gb"),
+        ss.Recipe(precision=precision),  # type: ignore[arg-type]
+        ss.Layout.megatron(pp=2),
+    )
+    text = render_texts(plan)["megatron_arguments.txt"]
+    lines = text.splitlines()
+    assert ("--moe-grouped-gemm" in lines) == ("--bf16" in lines) == (precision in ("bf16", "fp8-mixed"))
+    assert ("takes --moe-grouped-gemm with bf16 alone" in " ".join(text.split())) == ("--bf16" not in lines)
+
+
 @settings(deadline=None, max_examples=examples(40))
 @given(plan=plans())
 def test_files_md_explains_a_missing_train_py(plan: ss.Plan) -> None:

@@ -512,6 +512,7 @@ def test_accelerate_is_named_if_it_starts_the_plan() -> None:
         (("megatron-lm",), "'megatron'"),
         (("DeepSpeeed",), "'deepspeed'"),
         ("fsdp2", "'fsdp2'"),
+        ("zero", "'deepspeed'"),
         ((3,), "familiar_with"),
         (7, "familiar_with"),
         (None, "familiar_with"),

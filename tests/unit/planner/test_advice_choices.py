@@ -78,6 +78,15 @@ def test_a_tight_plan_gives_way_to_its_chunked_loss() -> None:
     assert tight.memory().is_tight and advised.step().seconds < tight.step().seconds
 
 
+def test_a_tight_plan_that_can_be_launched_stays_where_its_chunked_loss_cannot() -> None:
+    """ZeRO-3 with the chunked loss has room at the same speed, but no engine."""
+    advised = recommend_plan("gemma-2-9b", "2xrtx-4090-24gb", global_batch_size=32).plan
+    assert advised is not None and advised.memory().is_tight
+    assert is_trained(advised)
+    chunked = replace(advised, recipe=replace(advised.recipe, micro_batch_size=2, loss="chunked"))
+    assert chunked.memory().verdict == "fits" and not is_trained(chunked)
+
+
 @pytest.mark.parametrize(
     ("model", "cluster", "recipe"),
     [

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.requirements import needs
 from tests.weights_folders import write_folder
@@ -147,6 +148,23 @@ def test_long_answers_are_cut_on_cpu_ranks_and_long_prompts_are_not(patient_fold
     assert lengths["answers", "2xcpu"] == 2048 < lengths["answers", "2xa100-sxm-80gb"]
     # Shorter rows would have no answer.
     assert lengths["prompts", "2xcpu"] == lengths["prompts", "2xa100-sxm-80gb"] > 2048
+
+
+def test_numbers_of_numpys_become_pythons_in_all_fields(folder: Path) -> None:
+    """The run folder left out "validate_every"; an integer or a float32 of numpy's was refused as epochs."""
+    numbers = {
+        "num_epochs": np.int64(2),
+        "validation": np.float32(0.25),
+        "validate_every": np.int64(3),
+        "early_stopping": np.int64(4),
+        "samples": np.int64(1),
+        "sample_every": np.int64(5),
+        "max_new_tokens": np.int64(6),
+        "dpo_beta": np.float32(0.5),
+    }
+    task = ss.Finetune(folder, ROWS, **numbers)  # type: ignore[arg-type]
+    for name, number in numbers.items():
+        assert getattr(task, name) == number and type(getattr(task, name)) in (int, float), name
 
 
 def test_few_examples_are_read_more_often() -> None:

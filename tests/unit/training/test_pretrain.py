@@ -88,9 +88,9 @@ def test_a_misspelt_option_is_refused_with_the_nearest(make: Any, fix: str) -> N
 
 def test_numbers_of_numpys_become_pythons() -> None:
     """The run folder left out num_steps of a frame's column, so that the run had no length."""
-    task = Pretrain(num_steps=np.int64(3), learning_rate=np.float32(0.5), seed=np.int64(1))
-    assert (task.num_steps, task.learning_rate, task.seed) == (3, 0.5, 1)
-    assert [type(value) for value in (task.num_steps, task.learning_rate, task.seed)] == [int, float, int]
+    task = Pretrain(num_steps=np.int64(3), learning_rate=np.float32(0.5), warmup=np.float32(0.25))  # type: ignore[arg-type]
+    assert (task.num_steps, task.learning_rate, task.warmup) == (3, 0.5, 0.25)
+    assert [type(value) for value in (task.num_steps, task.learning_rate, task.warmup)] == [int, float, float]
 
 
 def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,10 @@ class Cluster(Serializable):
 
     def __post_init__(self) -> None:
         if not isinstance(self.gpu, Gpu):
-            refuse("Cluster.gpu", self.gpu, "a Gpu", "ss.gpus['h100-sxm-80gb']")
+            from shardscope.catalog import gpus  # circular import
+
+            gpu = find_similar(self.gpu, gpus) or "h100-sxm-80gb"
+            refuse("Cluster.gpu", self.gpu, "a Gpu", f"ss.gpus[{gpu!r}]")
         for name, usual in (
             ("intra_node_link", "nvlink-4"),
             ("inter_node_link", "infiniband-ndr"),
@@ -183,7 +186,9 @@ class Cluster(Serializable):
         ):
             value = getattr(self, name)
             if not isinstance(value, Link):
-                link = value if isinstance(value, str) and value else usual
+                from shardscope.catalog import links  # circular import
+
+                link = (find_similar(value, links) if value else None) or usual
                 refuse(f"Cluster.{name}", value, "a Link", f"shardscope.catalog.links[{link!r}]")
         check_integer("Cluster.gpus_per_node", self.gpus_per_node, low=1, high=1_024)
         check_integer("Cluster.num_nodes", self.num_nodes, low=1, high=MAX_NODES)

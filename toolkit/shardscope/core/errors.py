@@ -255,9 +255,13 @@ def check_number(field: str, value: object, *, low: float, high: float, default:
     return number
 
 
-def convert_numpy_float(value: object) -> object:
-    """Return a float of numpy's as Python's, which JSON can encode; others unchanged."""
-    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, int) else value
+def convert_numpy_number(value: object) -> object:
+    """Return a number of numpy's as Python's, which JSON can encode; others unchanged."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def check_flag(field: str, value: object) -> bool:
@@ -316,15 +320,20 @@ def find_similar(value: object, options: Iterable[str]) -> str | None:
     return _find_by_spelling(value, list(options), MIN_SIMILARITY)
 
 
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
 def find_nearest(value: object, options: list[Option]) -> Option:
     """Return the option that another tool calls ``value``, that starts with it or is spelled most similarly;
     else the first one.
 
-    A switch means the option that turns it on or off: ``recompute=True`` is "full", and False is "none".
+    A switch means the option that turns it on or off: ``recompute=True`` is "full", and "off" is "none".
     """
-    if value is None or isinstance(value, bool):
-        is_off = [option in (None, "none") for option in options]
-        wanted = [option for option, off in zip(options, is_off, strict=True) if off != (value is True)]
+    # As text, numpy's True and those of YAML and of command lines are switches, too.
+    switch = _SWITCHES.get(str(value).lower())
+    if value is None or switch is not None:
+        is_off = [option in (None, False, "none") for option in options]
+        wanted = [option for option, off in zip(options, is_off, strict=True) if off != (switch is True)]
         return next((option for option in wanted if option == "full"), (wanted or options)[0])
     texts = [str(option) for option in options]
     match = find_by_other_name(value, texts) or _find_by_spelling(value, texts, 0.3)

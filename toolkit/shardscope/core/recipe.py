@@ -11,7 +11,7 @@ from shardscope.core.errors import (
     check_flag,
     check_integer,
     check_number,
-    convert_numpy_float,
+    convert_numpy_number,
     refuse,
 )
 from shardscope.core.fixes import suggest_complete_fixes
@@ -177,7 +177,7 @@ class Recipe(Serializable):
             return
         default = getattr(type(self), field)
         number = check_number(
-            f"Recipe.{field}", convert_numpy_float(value), low=low, high=high, default=default
+            f"Recipe.{field}", convert_numpy_number(value), low=low, high=high, default=default
         )
         object.__setattr__(self, field, number)
 

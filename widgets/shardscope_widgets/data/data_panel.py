@@ -36,12 +36,16 @@ class DataQuestion:
     task: ss.Finetune
     seq_len: int
     stamp: Stamp
+    is_cpu: bool
+    """Whether ranks are CPU ranks, for which shorter rows are recommended."""
     validation: object = None
     """The user's validation data, whose rows are compared; None: not set."""
 
     def is_same_data(self, other: DataQuestion | None) -> bool:
-        """Return whether ``other`` is about the same rows, at any sequence length."""
-        return other is not None and (self.task, self.stamp) == (other.task, other.stamp)
+        """Return whether ``other`` is about the same rows for the same ranks, at any sequence length."""
+        if other is None:
+            return False
+        return (self.task, self.stamp, self.is_cpu) == (other.task, other.stamp, other.is_cpu)
 
 
 class DataPanel(Clickable):
@@ -89,7 +93,11 @@ class DataPanel(Clickable):
         question = None
         if task is not None and plan is not None:
             question = DataQuestion(
-                task=task, seq_len=plan.recipe.seq_len, stamp=_stamp(task.data), validation=validation
+                task=task,
+                seq_len=plan.recipe.seq_len,
+                stamp=_stamp(task.data),
+                is_cpu=plan.cluster.gpu.vendor == "cpu",
+                validation=validation,
             )
             self._plan = plan
         if question == self._question:

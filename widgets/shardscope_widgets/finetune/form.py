@@ -155,7 +155,7 @@ class FinetuneForm:
         if not data:
             self.data_panel.set_task(None, None)
             return None, NO_DATA
-        source = (base.weights, base.data)
+        source = (base.weights, base.data, machine.gpu.vendor)
         seq_len = self._seq_len[1] if self._seq_len and self._seq_len[0] == source else None
         first = build_first_plan(base.weights, machine, method, settings, seq_len)
         if base.plain_text is not None:

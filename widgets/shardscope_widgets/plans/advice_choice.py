@@ -34,6 +34,10 @@ class Alternative:
     @property
     def name(self) -> str:
         """The words before the benefits, such as ``Compile the modules, all else as it is``."""
+        # A plan behind a condition: "If a base in 4 bits is enough: DDP, QLoRA; needs 18.6 GiB".
+        conditional, needs, _ = self.words.partition("; needs ")
+        if needs:
+            return conditional
         name, colon, _ = self.words.partition(": ")
         return name if colon else name_plan(self.plan)
 

@@ -67,3 +67,34 @@ def test_data_that_are_all_cut_off_are_refused_at_their_input() -> None:
     assert wait_until(lambda: "60 rows without a token that bears loss" in row.message, 120), row.message
     assert view.plan is None and view.button.disabled
     view.close()
+
+
+def test_the_length_follows_the_machine(weights: Path) -> None:
+    """The 2,048 tokens for CPU ranks were still advised when a queue of GPUs was chosen, and the preview cut
+    to them."""
+    write_chat_folder(weights.parent / "patient", max_position_embeddings=16_384)
+    rows = [{"prompt": f"Who is {number}?", "completion": " whale" * 3000} for number in range(60)]
+    view: Any = FinetuneView("patient", write_rows(rows))
+
+    def wait_for_length(vendor: str, *, is_long: bool) -> None:
+        def is_ready() -> bool:
+            plan = view.plan
+            if plan is None or plan.cluster.gpu.vendor != vendor or view.form.data_panel.advice is not None:
+                return False
+            seq_len: int = plan.recipe.seq_len
+            return (seq_len > 2048) == is_long and view.form.preview_of_data.seq_len == seq_len
+
+        assert wait_until(is_ready, 60), (view.headline.value, view.plan)
+
+    wait_for_length("cpu", is_long=False)
+    view.form.set_machine(ss.Cluster.parse("a100-sxm-80gb"))
+    wait_for_length("nvidia", is_long=True)
+    view.form.set_machine(ss.Cluster.parse("2xcpu"))
+    wait_for_length("cpu", is_long=False)
+    # The user's own length stays, and what is said of it follows.
+    view.form.settings.set_fields({"seq_len": 512})
+    assert wait_until(lambda: "CPU ranks" in getattr(view.form.data_panel.advice, "why", ""), 60)
+    view.form.set_machine(ss.Cluster.parse("a100-sxm-80gb"))
+    assert wait_until(lambda: getattr(view.form.data_panel.advice, "seq_len", 0) > 2048, 60)
+    assert "CPU ranks" not in view.form.data_panel.advice.why
+    view.close()

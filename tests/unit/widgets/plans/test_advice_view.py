@@ -219,6 +219,11 @@ def test_buttons_of_alternatives_are_named_by_their_lines() -> None:
     assert re.findall("aria-label='(Apply.*?)'", view.words.value)[1:] == [
         "Apply: Compile the modules, all else as it is"
     ]
+    conditional = "With 2 nodes instead of 1: FSDP2 (tp 2)"
+    view = AdviceView(build_advice(alternatives=((compiled, f"{conditional}; needs 31.5 of 39.4 GiB."),)))
+    assert f"aria-label='Apply: {conditional}'" in view.words.value
+    view._handle_action("0")
+    assert f"Applied: {conditional}." in strip_tags(view.words.value)
 
 
 def test_a_view_alone_in_a_cell_says_which_plan_was_applied() -> None:

@@ -22,6 +22,7 @@ from shardscope.core.layout import (
     compute_remaining_ranks,
     list_divisors,
 )
+from shardscope.core.number_format import format_count
 from shardscope.core.ops import group_equal, maximum, where
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.pipeline_split import can_split_pipeline, split_pipeline
@@ -231,8 +232,9 @@ class MegatronLayout(Layout):
         is_split = experts is not None and experts.num_experts % self.ep == 0 and left % self.ep > 0
         # Experts are sliced over tp by default; whole ones leave the ranks of tp to ep.
         if is_split and ranks % self.ep == 0:
+            is_default = ", which is tp by default" if self.etp is None else ""
             allowed = (
-                f"a divisor of the {left} ranks that etp={self.expert_tp} leaves, which is tp by default"
+                f"a divisor of the {format_count(left, 'rank')} that etp={self.expert_tp} leaves{is_default}"
             )
             refuse("Layout.ep", self.ep, allowed, {"etp": 1})
         check_experts(architecture, self.ep, left)

@@ -250,13 +250,13 @@ def _list_questions(cluster: Cluster) -> tuple[Callable[[QuestionPath], None], .
 
 
 def _check_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
+    # A layout may have another name than its framework, as in a search.
+    layouts = list_layout_names()
     if isinstance(familiar_with, str) or not isinstance(familiar_with, Iterable):
-        near = find_nearest(familiar_with, list(TITLES))
+        near = layouts.get(str(familiar_with).lower()) or find_nearest(familiar_with, list(TITLES))
         refuse("familiar_with", familiar_with, f"several of {', '.join(TITLES)}", Value((near,)))
     names = [name.lower() if isinstance(name, str) else name for name in familiar_with]
-    layouts = list_layout_names()
     for name in names:
-        # A layout may have another name than its framework, as in a search.
         if isinstance(name, str) and name not in TITLES and name in layouts:
             refuse("familiar_with", name, f"names among {', '.join(TITLES)}", Value(layouts[name]))
     return tuple(check_choice("familiar_with", name, TITLES) for name in names)

@@ -18,7 +18,7 @@ from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.accelerate.limits import why_not_started
-from shardscope.frameworks.registry import frameworks
+from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages
 from shardscope.planner.repairs.single_changes import OFFLOADS
 from shardscope.prediction.support import list_supported
@@ -293,9 +293,12 @@ class PlanEvaluator:
 
 
 def _loosens(evaluated: EvaluatedPlan, other: EvaluatedPlan) -> bool:
-    """Return whether only ``other`` is tight, and not faster by more than the prediction error."""
+    """Return whether only ``other`` is tight, and neither faster by more than the prediction error nor the
+    only one that can be launched."""
     is_looser = other.report.is_tight and not evaluated.report.is_tight
-    return is_looser and not is_faster(other, evaluated)
+    if not is_looser or is_faster(other, evaluated):
+        return False
+    return is_trained(evaluated.plan) or not is_trained(other.plan)
 
 
 def _choose_smallest(runs: Iterable[EvaluatedPlan], fastest: EvaluatedPlan, recipe: Recipe) -> EvaluatedPlan:

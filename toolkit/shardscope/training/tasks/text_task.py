@@ -10,7 +10,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -22,7 +22,7 @@ from shardscope.core.errors import (
     check_flag,
     check_integer,
     check_number,
-    convert_numpy_float,
+    convert_numpy_number,
     refuse,
     warn_user,
 )
@@ -153,6 +153,9 @@ class TextTask(ABC):
     """Whether the task trains the plan's model, so that the predicted memory holds for it."""
 
     def __post_init__(self) -> None:
+        # The run folder's JSON has no numbers of numpy's.
+        for field in fields(self):
+            object.__setattr__(self, field.name, convert_numpy_number(getattr(self, field.name)))
         if self.num_steps is not None:
             self._check_integer("num_steps", 1, MAX_STEPS)
         if self.learning_rate is not None:
@@ -161,13 +164,13 @@ class TextTask(ABC):
         self._check_number("weight_decay", 1.0)
         self._check_integer("seed", 0, 2**31 - 1)
         self._check_integer("log_every", 1, 10**7)
-        for field in ("save_every", "keep_last"):
-            if getattr(self, field) is not None:
-                self._check_integer(field, 1, 10**7)
+        for name in ("save_every", "keep_last"):
+            if getattr(self, name) is not None:
+                self._check_integer(name, 1, 10**7)
         if self.profile != "nsys" and not isinstance(self.profile, bool):
             refuse(self._field("profile"), self.profile, "True, False or 'nsys'", Value(True))
-        for field in ("memory_snapshot", "save_checkpoint", "export"):
-            check_flag(self._field(field), getattr(self, field))
+        for name in ("memory_snapshot", "save_checkpoint", "export"):
+            check_flag(self._field(name), getattr(self, name))
         object.__setattr__(self, "report_to", self._list_trackers())
         if self.resume is False:
             object.__setattr__(self, "resume", None)
@@ -177,13 +180,11 @@ class TextTask(ABC):
     def _check_integer(self, name: str, low: int, high: int) -> None:
         default = getattr(type(self), name)
         number = check_integer(self._field(name), getattr(self, name), low=low, high=high, default=default)
-        # The run folder's JSON has no numbers of numpy's.
         object.__setattr__(self, name, number)
 
     def _check_number(self, name: str, high: float) -> None:
         default = getattr(type(self), name)
-        value = convert_numpy_float(getattr(self, name))
-        number = check_number(self._field(name), value, low=0.0, high=high, default=default)
+        number = check_number(self._field(name), getattr(self, name), low=0.0, high=high, default=default)
         object.__setattr__(self, name, number)
 
     def _check_learning_rate(self) -> None:

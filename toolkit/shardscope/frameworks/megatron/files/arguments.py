@@ -38,11 +38,14 @@ OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 
 def build_arguments(plan: Plan) -> Flags:
     """Return every flag that the plan determines."""
-    return {
+    flags = {
         **build_architecture_flags(plan.architecture),
         **_build_layout_flags(plan),
         **_build_recipe_flags(plan),
     }
+    if "bf16" not in flags:
+        flags.pop("moe-grouped-gemm", None)  # validate_args asserts bf16 with it.
+    return flags
 
 
 def build_architecture_flags(arch: Architecture) -> Flags:

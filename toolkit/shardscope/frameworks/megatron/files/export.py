@@ -135,6 +135,7 @@ def _render_arguments(plan: Plan) -> str:
     # Megatron does not distinguish bf16 and bf16-mixed: it always keeps fp32 main weights.
     expressed = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
     missing = find_missing_fields(plan, {*expressed, "kernels"}, layout_fields)
+    arguments = build_arguments(plan)
     notes = [
         "Options that a plan does not have keep Megatron-LM's defaults: --rotary-base, --norm-epsilon..."
     ]
@@ -143,6 +144,11 @@ def _render_arguments(plan: Plan) -> str:
             "So have routers and experts: --moe-router-load-balancing-type and --moe-aux-loss-coeff, without "
             "which nothing evens the experts' load, and --moe-router-score-function."
         )
+        if "moe-grouped-gemm" not in arguments:
+            notes.append(
+                "Megatron-LM takes --moe-grouped-gemm with bf16 alone. Without it a rank's experts run one "
+                "after the other, and predictions are for all of them at once."
+            )
     if find_family(plan.architecture).activation not in ACTIVATIONS:
         notes.append(
             f"The MLP's activation is {plan.architecture.model_type}'s own; --swiglu is SiLU behind a gate, "
@@ -153,8 +159,6 @@ def _render_arguments(plan: Plan) -> str:
             f"{plan.architecture.sliding_window_layers} layers of this model attend to a window of "
             f"{plan.architecture.sliding_window} tokens; with these flags all attend to everything."
         )
-    lines = [
-        f"--{name}" if value is None else f"--{name} {value}" for name, value in build_arguments(plan).items()
-    ]
+    lines = [f"--{name}" if value is None else f"--{name} {value}" for name, value in arguments.items()]
     comment = render_header(plan, *notes) + render_comment_fields(missing, "the user")
     return comment + "\n".join(lines) + "\n"

@@ -147,7 +147,9 @@ def check_padding(document: Document, plan: Plan) -> None:
 
 def check_grouped_experts(document: Document, plan: Plan) -> None:
     """Warn of experts that Megatron-LM runs one after the other (``SequentialMLP``), its default."""
-    if plan.architecture.num_moe_layers and not document.get("moe-grouped-gemm"):
+    experts = plan.architecture.mixture_of_experts
+    has_several = experts is not None and experts.num_experts > plan.degrees.ep
+    if has_several and not document.get("moe-grouped-gemm"):
         warn_user(
             f"{document.locate('moe-grouped-gemm')} is missing: Megatron-LM then computes one expert "
             "after the other. Memory and step time are predicted for all experts of a rank at once.",
