@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,11 @@ SPACE = "space"
 NO_SPACE = "No space left"
 
 
-def fill_disk(folder: Path, fits: int) -> None:
-    """Let rank 0 complete no checkpoint after more than ``fits`` steps: the others do not see the error."""
+def fill_disk(folder: Path, fits: int, name: str = "") -> None:
+    """Let rank 0 complete no checkpoint after more than ``fits`` steps: the others do not see the error.
+
+    ``name``: only those whose name contains it.
+    """
     from shardscope.frameworks.deepspeed.engine import checkpointing as deepspeed
     from shardscope.frameworks.megatron.engine import checkpointing as megatron
     from shardscope.training.checkpoints import checkpoint
@@ -38,7 +42,8 @@ def fill_disk(folder: Path, fits: int) -> None:
         write = untyped.write_position
 
         def write_if_space(path: Path, position: Any, *more: Any, write: Any = write) -> None:
-            if position["num_steps_done"] > fits and not (folder / SPACE).exists():
+            does_not_fit = position["num_steps_done"] > fits and name in path.name
+            if does_not_fit and not (folder / SPACE).exists():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             write(path, position, *more)
 
@@ -58,15 +63,51 @@ class SavesOntoFullDisk(ss.Pretrain):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetunesOntoFullDisk(ss.Finetune):
+    fits: int = 1
+    name: str = ""
+    shares_no_folder: bool = False
+    """Its ranks are told what those of Ray's nodes without a shared folder are."""
+
     def __call__(self, ctx: Any) -> None:
-        fill_disk(ctx.folder, fits=1)
+        if self.shares_no_folder:
+            os.environ["SHARDSCOPE_OWN_FOLDER"] = "1"
+        fill_disk(ctx.folder, self.fits, self.name)
         super().__call__(ctx)
 
 
-def launch(folder: Path, layout: Any, **fields: Any) -> ss.Run:
+@dataclass(frozen=True, kw_only=True)
+class WritesSmallFiles(ss.Pretrain):
+    """Its ranks and their writers can write no larger file, which they report as they do a full disk."""
+
+    max_file_bytes: int
+
+    def __call__(self, ctx: Any) -> None:
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.max_file_bytes, hard))
+        super().__call__(ctx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritesNoMetadata(ss.Pretrain):
+    """Its rank 0 cannot write megatron-core's metadata, for which the others wait."""
+
+    def __call__(self, ctx: Any) -> None:
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+        def find_no_space(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        untyped: Any = FileSystemWriterAsync
+        untyped.finish = find_no_space
+        super().__call__(ctx)
+
+
+def launch(folder: Path, layout: Any, kind: type[ss.Pretrain] = SavesOntoFullDisk, **fields: Any) -> ss.Run:
     recipe = ss.Recipe(seq_len=32, global_batch_size=2, precision="fp32")
     plan = ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), recipe, layout)
-    return ss.launch(plan, SavesOntoFullDisk(**fields), folder=folder)
+    return ss.launch(plan, kind(**fields), folder=folder)
 
 
 def list_checkpoints(run: ss.Run) -> list[str]:
@@ -90,6 +131,42 @@ def test_fault_23_a_run_goes_on_without_checkpoints_and_exports(case: str, tmp_p
     assert list_checkpoints(run) == ["step-000001"]
     assert "step-000004 could not be saved: No space left" in run.reason and "free some space" in run.reason
     assert "step-000001 is kept" in run.reason
+
+
+@pytest.mark.parametrize(
+    ("case", "max_file_bytes"),
+    few([("zero-3", 36_000), ("megatron", 1_000_000)], [("megatron", 1_000_000)]),
+)
+def test_fault_23_files_that_cannot_be_written_end_no_run(
+    case: str, max_file_bytes: int, tmp_path: Path
+) -> None:
+    """With megatron-core's writers it failed. It hung if DeepSpeed's scripts, rank 0's alone, did not fit."""
+    fields = {"num_steps": 100_000, "save_every": 2, "max_file_bytes": max_file_bytes}
+    run = launch(tmp_path, CASES[case], WritesSmallFiles, **fields)
+    # torch does not say that the file is too large.
+    seconds_until(lambda: len(run.metrics()) > 20 or run.status == "failed", 60)
+    assert "could not be saved: " in run.reason, (run.status, run.reason)
+    run.stop()
+    assert run.wait(30) == "stopped" and len(run.metrics()) > 20
+
+
+def test_fault_23_the_error_of_a_writer_of_megatron_core_is_that_of_the_disk() -> None:
+    """The run ended with "CheckpointException ranks:dict_keys([])", as rank 1 has no cause of it."""
+    from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+    from shardscope.training.checkpoints.temporary_folder import as_os_error
+
+    failure = RuntimeError(f"Worker failure: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}")
+    error = as_os_error(CheckpointException("write", {1: _wrap_exception(failure)}))
+    assert error is not None and error.errno == errno.ENOSPC
+
+
+@thorough()
+def test_fault_23_an_error_of_one_rank_in_megatron_core_ends_the_run(tmp_path: Path) -> None:
+    """Rank 0 went on, and the others waited for it: the run hung."""
+    run = launch(tmp_path, CASES["megatron"], WritesNoMetadata, num_steps=100_000, save_every=2)
+    assert run.wait(60) == "failed"
+    assert f"a part of the checkpoint could not be written: {NO_SPACE}" in run.reason
 
 
 @thorough()
@@ -156,18 +233,41 @@ def test_fault_23_the_reason_of_a_failed_save_begins_with_its_cause(tmp_path: Pa
     assert NO_SPACE in run.reason and "free some space" in run.reason
 
 
-@thorough()
-def test_fault_23_the_best_weights_left_are_exported(tmp_path: Path) -> None:
-    """Early stopping on a full disk: the first of four validations is on disk, and the second is the best."""
+def finetune_onto_full_disk(tmp_path: Path, **options: Any) -> tuple[ss.Run, list[float]]:
+    """Return a run with early stopping, and its validation losses after each of four steps."""
     needs("datasets")
     folder = small_model(tmp_path, "llama")
     recipe = ss.Recipe(seq_len=SEQ_LEN, micro_batch_size=1, global_batch_size=4, precision="fp32")
     plan = ss.Plan(ss.Architecture.from_hf(folder), ss.Cluster.parse("2xcpu"), recipe, Layout.ddp())
-    options: dict[str, Any] = {"validate_every": 1, "early_stopping": 3, "learning_rate": 0.03, "warmup": 0}
+    options |= {"validate_every": 1, "early_stopping": 3, "learning_rate": 0.03, "warmup": 0}
     options |= {"validation": VALIDATION_ROWS, "export": True}
     run = ss.launch(plan, FinetunesOntoFullDisk(folder, ROWS, num_steps=4, **options), folder=tmp_path)
     assert run.wait(120) == "finished", run.error
-    losses = list_values(run, "validation_loss")[1:]
+    return run, list_values(run, "validation_loss")[1:]
+
+
+@thorough()
+def test_fault_23_the_best_weights_left_are_exported(tmp_path: Path) -> None:
+    """Early stopping on a full disk: the first of four validations is on disk, and the second is the best."""
+    run, losses = finetune_onto_full_disk(tmp_path)
     assert losses[1] == min(losses) and len(losses) == 4
     assert evaluate(run.model) == pytest.approx(min(losses[0], losses[3]), abs=1e-3)
     assert "checkpoints/best could not be saved" in run.reason
+
+
+@thorough()
+def test_fault_23_best_weights_that_are_exported_are_not_replaced_by_worse_ones(tmp_path: Path) -> None:
+    """The disk has space for weights, but not for a checkpoint, which has the optimizer's state too."""
+    run, losses = finetune_onto_full_disk(tmp_path, fits=0, shares_no_folder=True)
+    assert min(losses) < losses[-1] - 1e-2
+    assert evaluate(run.model) == pytest.approx(min(losses), abs=1e-3)
+
+
+@thorough()
+def test_fault_23_checkpoints_name_the_best_one_that_was_saved(tmp_path: Path) -> None:
+    """A resumed run looked for the one that was not, and had no best weights."""
+    run, losses = finetune_onto_full_disk(tmp_path, name="best", save_every=1, keep_last=None)
+    assert losses[1] < losses[0]
+    for step in (2, 3):
+        state = json.loads((run.folder / f"checkpoints/step-{step:06d}/position.json").read_text())
+        assert state["validation"]["best_loss"] == losses[0]

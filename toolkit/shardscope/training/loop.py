@@ -153,6 +153,11 @@ def train(
 
 def _export_best(engine: Engine, validation: Validation) -> None:
     """Export the best weights now: the ranks of nodes without a shared folder cannot load them later."""
+    loss = validation.last_loss
+    assert loss is not None
+    # A checkpoint may be the best one only because the disk did not take one before, of which this is kept.
+    if validation.best_export is not None and validation.best_export.loss <= loss:
+        return
     try:
         engine.export(BEST_EXPORT)
     except OSError as error:
@@ -160,7 +165,7 @@ def _export_best(engine: Engine, validation: Validation) -> None:
             raise
         _print(f"warning: the best weights were not exported: {error.strerror}. The run goes on")
     else:
-        validation.best_export = BestExport(validation.saved_loss, engine.num_steps_done)
+        validation.best_export = BestExport(loss, engine.num_steps_done)
 
 
 class StepResult(NamedTuple):
@@ -232,6 +237,7 @@ class Checkpoints:
         self._path = ctx.folder
         self._name = ""
         self._not_saved: dict[bool, str] = {}
+        """Why the best checkpoint (True) or the latest other one (False) is not saved."""
         self.is_requested = False
         """Whether a checkpoint was requested that is not begun yet."""
         self.validation: Validation | None = None
@@ -327,6 +333,7 @@ class Checkpoints:
         delete_temporary(self._path)
         if self._path.name == BEST and self.validation is not None:
             self.validation.forget_best()
+            self._engine.validation_state = self.validation.describe_state()
         name = self._path.relative_to(self._ctx.folder)
         newest = next(reversed(list_resumable(self._ctx.folder)), None)
         kept = (

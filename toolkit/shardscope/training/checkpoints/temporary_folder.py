@@ -14,11 +14,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardscope.machine.os_errors import find_disk_fix, is_disk_error
 from shardscope.records.folder import RunFolder
 from shardscope.training.checkpoints.folders import OWN_FOLDER
 
-_FAILED_WRITE = "inline_container.cc"
-"""Part of torch's error of a write of ``torch.save`` that failed, which does not say why."""
+_FAILED_WRITES = ("inline_container.cc", "iostream error")
+"""Parts of torch's errors of a write of ``torch.save`` that failed, which do not say why."""
 
 
 @contextmanager
@@ -96,24 +97,40 @@ def raise_on_all_ranks(
         raise error
 
 
+@contextmanager
+def failing_alone(folder: Path) -> Iterator[None]:
+    """Raise an error of the disk of ``folder`` as ``RuntimeError``, which ends the run.
+
+    For a framework's own save: this rank has the error alone, and the others wait in the next collective.
+    """
+    try:
+        yield
+    except Exception as raised:
+        error = as_os_error(raised, folder)
+        if error is None or not is_disk_error(error):
+            raise
+        why = f"a part of the checkpoint could not be written: {error.strerror}"
+        raise RuntimeError(f"{why}. Nearest fix: {find_disk_fix(error)}") from raised
+
+
 def as_os_error(error: BaseException, folder: Path | None = None) -> OSError | None:
     """Return ``error`` as an ``OSError``; None if it is another one.
 
     torch's checkpoints wrap the errors of all ranks. Libraries in Rust, such as safetensors and tokenizers,
-    only name the number in their text. Where torch says no more than that a write failed, the disk of
-    ``folder`` tells whether it is full.
+    and megatron-core's writers only name the number in their text. Where torch says no more than that a write
+    failed, the disk of ``folder`` tells whether it is full.
     """
     if isinstance(error, OSError):
         return error
     if isinstance(error, CheckpointException):
         causes = (as_os_error(cause, folder) for cause, _ in error.failures.values())
         return next(filter(None, causes), None)
-    if _FAILED_WRITE in str(error):
+    if any(part in str(error) for part in _FAILED_WRITES):
         is_full = folder is not None and RunFolder(folder).is_on_full_disk
         converted = OSError(*_describe(errno.ENOSPC if is_full else errno.EIO))
         converted.__cause__ = error
         return converted
-    number = re.search(r"\(os error (\d+)\)", str(error))
+    number = re.search(r"(?:\(os error |^Worker failure: \[Errno )(\d+)", str(error))
     if number is None:
         return None
     converted = OSError(*_describe(int(number[1])))

@@ -10,6 +10,7 @@ import io
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from shardscope.training.checkpoints.position import read_position, write_positi
 from shardscope.training.checkpoints.temporary_folder import (
     create_temporary,
     delete_temporary,
+    failing_alone,
     raise_on_all_ranks,
     raising_on_all_ranks,
     replace_folder,
@@ -78,10 +80,12 @@ class AsyncSave:
         self._temporary = create_temporary(path)
         self._files = StagedFiles()
         original, engine.checkpoint_engine = engine.checkpoint_engine, self._files
+        engine._copy_recovery_script = partial(self._files.write_later, engine._copy_recovery_script)
         try:
             _save_state(self._temporary, engine, only_trained)
         finally:
             engine.checkpoint_engine = original
+            del engine._copy_recovery_script
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, daemon=True, name="checkpoint")
         self._thread.start()
@@ -117,7 +121,10 @@ class AsyncSave:
 def _save_state(folder: Path, engine: DeepSpeedEngine, only_trained: bool) -> None:
     with raising_on_all_ranks():
         random_state.write_states(folder)
-    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained)
+    with failing_alone(folder):
+        engine.save_checkpoint(
+            str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained
+        )
 
 
 def load_checkpoint(
@@ -301,6 +308,7 @@ class StagedFiles(CheckpointEngine):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._staged: list[tuple[str, io.BytesIO]] = []
+        self._later: list[Callable[[], None]] = []
 
     def create(self, info: object) -> None:
         """Do nothing: there is nothing to prepare."""
@@ -309,6 +317,10 @@ class StagedFiles(CheckpointEngine):  # type: ignore[misc]
         buffer = io.BytesIO()
         torch.save(state_dict, buffer)
         self._staged.append((path, buffer))
+
+    def write_later(self, write: Callable[[str], None], folder: str) -> None:
+        """Call ``write`` in :meth:`write`: for rank 0's scripts, at whose error the others would wait."""
+        self._later.append(partial(write, folder))
 
     def load(self, path: str, map_location: torch.device | str | None = None) -> object:
         raise NotImplementedError("DeepSpeed's own engine loads")
@@ -321,3 +333,5 @@ class StagedFiles(CheckpointEngine):  # type: ignore[misc]
         while self._staged:
             path, buffer = self._staged.pop(0)
             Path(path).write_bytes(buffer.getbuffer())
+        for write in self._later:
+            write()

@@ -35,6 +35,7 @@ from shardscope.training.checkpoints.position import read_position, write_positi
 from shardscope.training.checkpoints.temporary_folder import (
     create_temporary,
     delete_temporary,
+    failing_alone,
     raise_on_all_ranks,
     raising_on_all_ranks,
     replace_folder,
@@ -119,13 +120,18 @@ class AsyncSave:
             return
         error: BaseException | None = None
         try:
-            if not self._calls.maybe_finalize_async_calls(blocking=blocking):
-                return
-            if dist.get_rank() == 0:
+            # Rank 0 alone writes megatron-core's metadata.
+            with failing_alone(self._temporary):
+                try:
+                    if not self._calls.maybe_finalize_async_calls(blocking=blocking):
+                        return
+                except CheckpointException as raised:  # On all ranks.
+                    error = raised
+            if error is None and dist.get_rank() == 0:
                 write_position(self._temporary, self._position, list_pickled_ranges(self._temporary))
-            if writes_folder():
+            if error is None and writes_folder():
                 replace_folder(self._temporary, self._path)
-        except (CheckpointException, OSError) as raised:  # The former on all ranks.
+        except OSError as raised:
             error = raised
         # No rank may see the checkpoint as done before rank 0 has renamed it.
         self.is_done = True
@@ -199,13 +205,14 @@ def _write_state(
     # From 0.17 on its default is nvidia-resiliency-ext, a package that megatron-core does not install.
     has_strategies = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
     # The folder already contains the random states; megatron-core only warns that it is not empty.
-    return dist_checkpointing.save(
-        _build_state_dict(chunks, optimizer, loading=False),
-        str(folder),
-        async_sharded_save=asynchronous,
-        content_metadata=FORMAT_OPTIONS,
-        **({"async_strategy": "mcore"} if has_strategies else {}),
-    )
+    with failing_alone(folder):
+        return dist_checkpointing.save(
+            _build_state_dict(chunks, optimizer, loading=False),
+            str(folder),
+            async_sharded_save=asynchronous,
+            content_metadata=FORMAT_OPTIONS,
+            **({"async_strategy": "mcore"} if has_strategies else {}),
+        )
 
 
 def _get_results_queue(*_: object) -> Queue[object]:
