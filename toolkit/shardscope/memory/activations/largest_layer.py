@@ -176,7 +176,7 @@ def compute_layer_backward(
         rows = experts.num_experts_per_tok
         width = get_expert_row_widths(arch, modules)[0]
         weighted = compute_weighting(arch, modules, is_recomputed=is_recomputed)
-        if not find_family(arch).is_zero3_leaf:
+        if not find_family(arch).has_shared_expert_gate:
             weighted -= compute_shared_saved(arch, modules)
         inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
         saved = sum(t.bytes_per_token for t in list_expert_tensors(arch, modules) if t.operator == "experts")

@@ -36,8 +36,9 @@ class ActivationSizes(NamedTuple):
     """Activation product of a dense feed-forward, the input of its down projection."""
     down_projection: int
     """Elements of the down projection, whose gradient is computed while the product is still alive."""
-    adapts_down: bool
-    """Whether the down projection has an adapter, which then has the first gradient in backward."""
+    adapts_before_peak: bool
+    """Whether an adapter has its gradient before the layer's maximum: that of the down projection, or any but
+    those of queries, keys and values if the maximum is in attention."""
     adapter_inputs: int
     """Gradients of the stream and of the adapters' inputs in a dense layer, on top of its saved tensors; 0
     unless the feed-forward's first matrices have adapters and the down projection has none."""
@@ -96,7 +97,7 @@ def compute_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> Acti
         freed=freed,
         product=ceil_div(tokens * inner, tp),
         down_projection=ceil_div(arch.intermediate_size * arch.hidden_size, tp),
-        adapts_down=list_parameter_names(arch).down in (modules.targets or ()),
+        adapts_before_peak=_adapts_before_peak(arch, modules, peaks_in_scores),
         adapter_inputs=tokens * adapter_inputs * _adapts_only_mlp_inputs(arch, modules),
         num_layers=stage.num_layers,
         num_moe_layers=stage.num_moe_layers,
@@ -117,6 +118,12 @@ def _compute_leaf_rows(arch: Architecture, modules: Modules) -> int:
     if experts is None or not modules.trained or not find_family(arch).is_zero3_leaf:
         return 0
     return experts.num_experts_per_tok * arch.hidden_size * get_expert_row_widths(arch, modules)[0]
+
+
+def _adapts_before_peak(arch: Architecture, modules: Modules, peaks_in_scores: bool) -> bool:
+    names = list_parameter_names(arch)
+    earlier = (names.output, *list_mlp_inputs(arch)) if peaks_in_scores else ()
+    return not set(modules.targets or ()).isdisjoint((names.down, *earlier))
 
 
 def _adapts_only_mlp_inputs(arch: Architecture, modules: Modules) -> bool:

@@ -323,7 +323,7 @@ class _BackwardPeaks:
     def _find_bucket_bytes(self, num_passed: int) -> int:
         """Return the bytes of the bucket during the feed-forward of the layer after ``num_passed`` layers."""
         # It is allocated at the first gradient; with adapters mostly after the last feed-forward.
-        if self.buffers.trains_all or self.sizes.adapts_down:
+        if self.buffers.trains_all or self.sizes.adapts_before_peak:
             return self.buffers.bucket
         has_bucket = (num_passed > 0) | self.buffers.head_is_first
         return where(has_bucket, self.buffers.bucket, self.permanent_bucket)

@@ -69,9 +69,8 @@ def _list_layernorm_unsaved(arch: Architecture, modules: Modules) -> tuple[Saved
     is_kernel_unsaved = not _adapts_attention_inputs(arch, modules)
     adapts_output = modules.saves_input(names.output)
     if is_kernel_unsaved:
-        kernel = sum(tensor.bytes_per_token for tensor in list_kernel_tensors(arch, modules, names.output))
         output_input = get_attention_widths(arch).output * modules.compute * adapts_output
-        unsaved.append(SavedTensor("attention", kernel - output_input, "tp"))
+        unsaved.append(SavedTensor("attention", _sum_kernel_bytes(arch, modules) - output_input, "tp"))
     # The feed-forward, which reads the embeddings, too, or attention's output.
     if not arch.parallel_residual:
         if not is_kernel_unsaved or adapts_output:
@@ -81,7 +80,7 @@ def _list_layernorm_unsaved(arch: Architecture, modules: Modules) -> tuple[Saved
         inner = compute_inner_bytes(arch, modules)
         if modules.saves_input(names.down):
             inner -= modules.inner_copies(names.down) * modules.compute
-        elif modules.quantized and modules.autocast:
+        if modules.quantized and modules.autocast:
             inner += modules.normed - modules.compute
         unsaved.append(SavedTensor("mlp", inner * arch.intermediate_size, "tp"))
     return tuple(unsaved)
@@ -91,6 +90,11 @@ def _adapts_attention_inputs(arch: Architecture, modules: Modules) -> bool:
     """Return whether a projection of queries, keys or values has an adapter."""
     attention = {name.split(".")[-2] for group, name, _ in arch.layer_shapes(0) if group == "attention"}
     return any(modules.saves_input(name) for name in attention - {list_parameter_names(arch).output})
+
+
+def _sum_kernel_bytes(arch: Architecture, modules: Modules) -> int:
+    tensors = list_kernel_tensors(arch, modules, list_parameter_names(arch).output)
+    return sum(tensor.bytes_per_token for tensor in tensors)
 
 
 def _list_dropout_masks(arch: Architecture, modules: Modules) -> list[SavedTensor]:
@@ -125,17 +129,40 @@ def _list_inputs(arch: Architecture) -> tuple[tuple[tuple[str, ...], int], ...]:
 
 def _list_frozen_inputs(arch: Architecture, modules: Modules) -> list[SavedTensor]:
     """Return inputs that frozen projections save if these have a gradient, up to the first adapter's."""
-    targets = set(modules.targets or ())
-    unsaved = 0
-    for readers, width in _list_inputs(arch):
-        # Attention's output is already counted as the kernel's output.
-        input_bytes = 0 if readers == (list_parameter_names(arch).output,) else width * modules.compute
-        if targets.intersection(readers):
-            # The adapter saves the same tensor, unless dropout has copied it.
-            unsaved += modules.adapter_dropout * input_bytes
-            break
-        unsaved += input_bytes
+    # The adapter saves the same tensor, unless dropout has copied it.
+    unsaved = _sum_inputs(arch, modules, copies_adapted=modules.adapter_dropout)
     return [SavedTensor("attention", unsaved, "sequence")]
+
+
+def _sum_inputs(arch: Architecture, modules: Modules, *, copies_adapted: bool) -> int:
+    """Return bytes per token of the projections' inputs that have no gradient.
+
+    ``copies_adapted``: the first adapters read a copy, so that nothing saves the input itself.
+    """
+    targets, output, num_bytes = set(modules.targets or ()), list_parameter_names(arch).output, 0
+    plain = modules._replace(keeps_frozen_inputs=False, int8_base=False)
+    # Attention's output is already counted as the kernel's output, unless it is a copy of that.
+    copied_output = _sum_kernel_bytes(arch, modules) - _sum_kernel_bytes(arch, plain)
+    for branch in _list_input_branches(arch):
+        for readers, width in branch:
+            input_bytes = copied_output if readers == (output,) else width * modules.compute
+            if targets.intersection(readers):
+                num_bytes += copies_adapted * input_bytes
+                break
+            num_bytes += input_bytes
+    return num_bytes
+
+
+def _list_input_branches(arch: Architecture) -> tuple[tuple[tuple[tuple[str, ...], int], ...], ...]:
+    """Return the projections that read each tensor, with its width, for each branch that reads embeddings."""
+    attention, output, mlp, down = _list_inputs(arch)
+    if not arch.parallel_residual:
+        return ((attention, output, mlp, down),)
+    if arch.norms_per_layer > 1:
+        return ((attention, output), (mlp, down))
+    # Both branches read the output of one norm.
+    both = ((*attention[0], *mlp[0]), arch.hidden_size)
+    return ((both,), ((attention[0], 0), output), ((mlp[0], 0), down))
 
 
 def _list_int8_inputs(arch: Architecture, modules: Modules) -> list[SavedTensor]:
@@ -143,14 +170,14 @@ def _list_int8_inputs(arch: Architecture, modules: Modules) -> list[SavedTensor]
 
     Adapters save their own fp32 copies; in an fp32 model they save the same tensor.
     """
-    readers, targets = list_attention_inputs(arch), set(modules.targets or ())
-    shared = modules.compute == FP32 and targets.intersection(readers)
-    unsaved = [] if shared else [SavedTensor("attention", arch.hidden_size * modules.compute, "sequence")]
-    if arch.parallel_residual and not targets.intersection(
-        (*list_mlp_inputs(arch), list_parameter_names(arch).down)
-    ):
-        unsaved.append(SavedTensor("mlp", arch.intermediate_size * modules.compute, "tp"))
-    return unsaved
+    has_copies = modules.compute < FP32
+    unsaved = _sum_inputs(arch, modules, copies_adapted=has_copies)
+    output = list_parameter_names(arch).output
+    targets = set(modules.targets or ())
+    if has_copies and output in targets and targets.isdisjoint(list_attention_inputs(arch)):
+        # Without int8, the output projection's adapter saves attention's output.
+        unsaved += get_attention_widths(arch).output * modules.compute
+    return [SavedTensor("attention", unsaved, "sequence")]
 
 
 def _list_before_first_adapter(arch: Architecture, modules: Modules, norm: SavedTensor) -> list[SavedTensor]:
@@ -161,9 +188,8 @@ def _list_before_first_adapter(arch: Architecture, modules: Modules, norm: Saved
         return _list_with_adapted_values(arch, modules, attention - {output})
     # The output projection's input stays if it is that adapter's.
     output_input = width.output * c * modules.saves_input(output)
-    kernel = sum(tensor.bytes_per_token for tensor in list_kernel_tensors(arch, modules))
     unsaved = [
-        SavedTensor("attention", kernel - output_input, "tp"),
+        SavedTensor("attention", _sum_kernel_bytes(arch, modules) - output_input, "tp"),
         *list_query_key_norms(arch, modules),
         *list_latent_tensors(arch, modules),
     ]

@@ -256,8 +256,8 @@ class _Layer:
         """Return the bytes at the quantized base's down projection, without the dequantized matrix.
 
         These are its unsaved input and its output; for int8 the input in 16 and 8 bits. In addition: the
-        norm's output, and the residual stream at this point, at the layer's and at the model's input, unless
-        norms have saved these very tensors in fp32.
+        norm's output, and the residual stream at this point, at the layer's and at the model's input. Norms
+        have saved these very tensors in fp32, except the model's input: the first layer's norm saves nothing.
         """
         arch, modules = self.arch, self.modules
         if not modules.quantized or self.moe:
@@ -266,8 +266,7 @@ class _Layer:
         num_bytes = self.all_saved + self.hidden_row
         if not modules.stream_copies(*list_stream_readers(arch)[1]):
             num_bytes += self.hidden_row
-        if modules.stream < FP32:
-            num_bytes += 3 * self.stream
+        num_bytes += self.stream * (3 if modules.stream < FP32 else 1)
         if modules.int8_base:
             return num_bytes + inner * (HALF + 1)
         passing = inner * c * (1 - modules.inner_copies(list_parameter_names(arch).down))
