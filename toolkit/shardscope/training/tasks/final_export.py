@@ -79,14 +79,21 @@ def save_when_possible(ctx: TrainingContext, save: Callable[[], None], *, is_sto
 
     ``is_stopped``: after a stop that requested it, for less than ten minutes.
     """
-    _repeat(
-        ctx,
-        save,
-        "the checkpoint cannot be saved",
-        partial(_describe_kept, ctx),
-        NUM_ATTEMPTS_OF_STOP if is_stopped else NUM_ATTEMPTS,
-        is_given_up=lambda _: ctx.stops_without_checkpoint,
-    )
+    try:
+        _repeat(
+            ctx,
+            save,
+            "the checkpoint cannot be saved",
+            partial(_describe_kept, ctx),
+            NUM_ATTEMPTS_OF_STOP if is_stopped else NUM_ATTEMPTS,
+            is_given_up=lambda _: ctx.stops_without_checkpoint,
+        )
+    except RuntimeError as error:
+        # The same on all ranks. A stop that gives the checkpoint up is no failure.
+        if not ctx.stops_without_checkpoint:
+            raise
+        if ctx.rank == 0:
+            note_for_supervisor(ctx.folder, NOT_SAVED, str(error))
 
 
 def _repeat(
