@@ -372,12 +372,12 @@ def test_a_missing_bandwidth_is_named_in_the_error() -> None:
         build_plan(layout=ss.Layout.zero(offload_optimizer="nvme")).step()
 
 
-@pytest.mark.parametrize("link", [None, "nvlink-9"])
-def test_a_gpu_with_an_unknown_link_is_rejected(link: str | None) -> None:
+@pytest.mark.parametrize(("link", "nearest"), [(None, "pcie-4-x16"), ("nvlink-9", "nvlink-5")])
+def test_a_gpu_with_an_unknown_link_is_rejected(link: str | None, nearest: str) -> None:
     """A single GPU needs no link, and the cluster may name one."""
     gpu = replace(EIGHT.gpu, name="my-gpu", link=link)
     plan = replace(build_plan(micro_batch_size=4, seq_len=8192), cluster=ss.Cluster.of(gpu, 8))
-    with pytest.raises(ValueError, match=r"Gpu\.link is .*nvlink-4.*Nearest fix: link='pcie-4-x16'"):
+    with pytest.raises(ValueError, match=rf"Gpu\.link is .*nvlink-4.*Nearest fix: link='{nearest}'"):
         plan.step()
     repairs = plan.repairs()
     assert repairs and all(math.isnan(repair.seconds_lost) for repair in repairs)
