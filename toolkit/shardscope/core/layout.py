@@ -202,7 +202,7 @@ class Layout(Serializable):
 
     @property
     def full_description(self) -> str:
-        """The description with all degrees above one, which tell two plans apart: ``FSDP2 (HSDP, tp 8)``."""
+        """Return the description with all degrees above one, by which plans differ: ``FSDP2 (tp 8)``."""
         text = self.description
         degrees = [f"{name} {getattr(self, name, 1)}" for name in _DEGREES if getattr(self, name, 1) > 1]
         # Some descriptions have degrees already: "Megatron-core (tp 8, pp 2)".

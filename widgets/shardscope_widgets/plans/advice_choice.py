@@ -33,7 +33,7 @@ class Alternative:
 
     @property
     def name(self) -> str:
-        """The words before the benefits, such as ``Compile the modules, all else as it is``."""
+        """Return the words before the benefits, such as ``Compile the modules, all else as it is``."""
         # A plan behind a condition: "If a base in 4 bits is enough: DDP, QLoRA; needs 18.6 GiB".
         conditional, needs, _ = self.words.partition("; needs ")
         if needs:

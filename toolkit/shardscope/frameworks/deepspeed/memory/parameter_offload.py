@@ -55,7 +55,7 @@ class ModuleCall(NamedTuple):
 
     @property
     def is_experts(self) -> bool:
-        """Whether it is the module of all routed experts, which calls an activation between its matmuls."""
+        """Return whether it is the module of all routed experts, with an activation between its matmuls."""
         return self.is_feed_forward and bool(self.submodules)
 
 
