@@ -41,6 +41,14 @@ MORE_LAYOUTS = {
     "deepspeed, two stages": Layout.zero(stage=1, pp=2),
 }
 ALL_LAYOUTS = {**LAYOUTS, **MORE_LAYOUTS}
+GETS_WORSE: dict[str, Any] = {
+    "validation": VALIDATION_ROWS,
+    "validate_every": 1,
+    "learning_rate": 0.03,
+    "warmup": 0,
+    "export": True,
+}
+"""Options of a run whose loss grows after the second step."""
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
@@ -138,15 +146,7 @@ def test_the_last_part_of_a_text_is_for_validation(tmp_path: Path) -> None:
 @thorough()
 def test_early_stopping_keeps_and_exports_the_best_weights_also_after_a_resume(tmp_path: Path) -> None:
     folder, runs = small_model(tmp_path, "llama"), tmp_path / "runs"
-    # A rate at which the loss grows after the second step.
-    options: dict[str, Any] = {
-        "validation": VALIDATION_ROWS,
-        "validate_every": 1,
-        "early_stopping": 3,
-        "learning_rate": 0.03,
-        "warmup": 0,
-        "export": True,
-    }
+    options = {**GETS_WORSE, "early_stopping": 3}
     first = launch(folder, ROWS, runs, Layout.ddp(), num_steps=4, save_every=1, keep_last=1, **options)
     losses = list_values(first, "validation_loss")[1:]
     assert losses[1] == min(losses) and len(losses) == 4
@@ -178,14 +178,7 @@ def test_a_model_that_became_worse_is_named_so(early_stopping: int | None, tmp_p
 @thorough()
 def test_a_run_that_was_killed_goes_on_from_its_best_weights_also_where_it_was_moved(tmp_path: Path) -> None:
     folder, runs = small_model(tmp_path, "llama"), tmp_path / "runs"
-    options: dict[str, Any] = {
-        "validation": VALIDATION_ROWS,
-        "validate_every": 1,
-        "early_stopping": 100,
-        "learning_rate": 0.03,
-        "warmup": 0,
-        "export": True,
-    }
+    options = {**GETS_WORSE, "early_stopping": 100}
     first = launch(folder, ROWS, runs, Layout.ddp(), num_steps=4, **options)
     moved = shutil.move(first.folder, runs / "moved")
     losses = list_values(ss.Run.attach(moved), "validation_loss")[1:]

@@ -1,4 +1,4 @@
-"""What other tools call our options and their values, for the nearest fix of a misspelt one."""
+"""Names of options and values in other tools, for the nearest fix of one that is not known here."""
 
 from __future__ import annotations
 
