@@ -54,6 +54,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     widths.check_vocabulary_padding,
     checkpoints.check_checkpoint_format,
     checkpoints.check_resumed_checkpoint,
+    checkpoints.check_kept_weights,
     learning_rate.check_learning_rate,
     learning_rate.check_warm_up,
 )
