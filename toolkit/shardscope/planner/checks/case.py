@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.serialization import replace_fields
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice.descriptions import compare_seconds
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.memory_needs import fits
@@ -54,6 +55,10 @@ class Case:
             return self.plan.repairs()
         except ValueError:
             return []
+
+    def keeps_launch(self, other: Plan) -> bool:
+        """Return whether ``other`` can be launched here, if the plan under inspection can be."""
+        return is_trained(other) or not is_trained(self.plan)
 
     def get_share(self, part: Part) -> float:
         """Return the share of the step spent in ``part``; 0 if the step is not known."""

@@ -10,7 +10,6 @@ from shardscope.core.cluster import name_device
 from shardscope.core.finding import Finding, PlanChange, Question
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
-from shardscope.frameworks.registry import is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.plan_evaluator import PAYS, SAFE, has_offload
 from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
@@ -75,7 +74,7 @@ def check_tight_fit(case: Case) -> Iterator[Finding]:
     candidates = evaluate_variants(case.plan, [(change, {}) for change in changes])
     loose = [variant for variant in candidates if not variant.memory.is_tight]
     # A plan that can be launched must not become one that cannot, unless nothing else is enough.
-    launched = [variant for variant in loose if _keeps_launch(case, variant.plan)]
+    launched = [variant for variant in loose if case.keeps_launch(variant.plan)]
     best = find_fastest(launched or loose)
     # Without a single fix, a click searches all layouts, then more nodes and smaller models, which takes
     # seconds.
@@ -184,15 +183,10 @@ def _find_sufficient(case: Case) -> Repair | None:
         enough,
         key=lambda repair: (
             repair.plan.recipe.precision != precision,
-            not _keeps_launch(case, repair.plan),
+            not case.keeps_launch(repair.plan),
         ),
         default=None,
     )
-
-
-def _keeps_launch(case: Case, other: Plan) -> bool:
-    """Return whether a plan can be launched here, if the one under inspection can be."""
-    return is_trained(other) or not is_trained(case.plan)
 
 
 def _report_unknown(plan: Plan, need: MemoryNeed) -> Finding:
