@@ -87,6 +87,15 @@ def fits(plan: Plan, report: MemoryReport) -> bool:
     return not find_shortages(plan, report)
 
 
+def relies_on_unknown_memory(plan: Plan, report: MemoryReport, than: Plan, than_report: MemoryReport) -> bool:
+    """Return whether ``plan`` needs more memory than the plan ``than`` of a kind whose size is not known."""
+    needed = {need.name: need.needed_bytes for need in list_memory_needs(than, than_report)}
+    return any(
+        need.room_bytes is None and need.needed_bytes > needed.get(need.name, 0)
+        for need in list_memory_needs(plan, report)
+    )
+
+
 def _on_a_node(plan: Plan, by_stage: list[int]) -> int:
     """Return the bytes on the fullest node. Pipeline stages are the outermost degree, so that consecutive
     ranks share a node."""

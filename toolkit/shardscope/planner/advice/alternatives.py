@@ -108,7 +108,8 @@ def _list_launchable(path: QuestionPath, advised: EvaluatedPlan) -> list[tuple[P
     if is_faster(advised, best, SAFE):
         return []
     gain = describe_gain(descriptions.name_plan(best.plan, evaluator.recipe), best, advised)
-    return [(best.plan, f"{gain} It can be launched here.")]
+    unknown = descriptions.describe_unknown_memory(best)
+    return [(best.plan, f"{gain} It can be launched here. {unknown}".strip())]
 
 
 def _list_looser_optimizers(requested: PlanEvaluator) -> list[tuple[Plan, str]]:

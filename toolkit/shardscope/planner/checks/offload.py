@@ -18,7 +18,7 @@ from shardscope.planner.checks.case import (
     find_fastest,
 )
 from shardscope.planner.checks.number_format import format_percent
-from shardscope.planner.memory_needs import list_memory_needs
+from shardscope.planner.memory_needs import list_memory_needs, relies_on_unknown_memory
 from shardscope.planner.repairs.single_changes import LAYOUT_TEXTS, OFFLOADS
 from shardscope.timing.report import format_seconds
 
@@ -34,7 +34,7 @@ def check_unneeded_offload(case: Case) -> Iterator[Finding]:
     """Report training state that is offloaded although there is room nearer, if the step is shorter there."""
     plan = case.plan
     # CPU ranks' memory is the host's: nothing moves.
-    if case.step is None or not case.has_room or not plan.on_gpu:
+    if case.step is None or case.memory is None or not case.has_room or not plan.on_gpu:
         return
     # Not into a tight plan, which may run out of memory, and not into more host memory of unknown size.
     variants = [
@@ -43,7 +43,7 @@ def check_unneeded_offload(case: Case) -> Iterator[Finding]:
         if case.compute_gain(variant) >= NOTICEABLE
         and case.keeps_launch(variant.plan)
         and variant.memory.verdict == "fits"
-        and _needs_no_more_of_unknown_size(case, variant)
+        and not relies_on_unknown_memory(variant.plan, variant.memory, plan, case.memory)
     ]
     fixed = find_fastest(variants)
     if fixed is None:
@@ -70,16 +70,6 @@ def check_unneeded_offload(case: Case) -> Iterator[Finding]:
         number=won,
         change=f"{changes[:1].upper()}{changes[1:]}",
         plan=fixed.plan,
-    )
-
-
-def _needs_no_more_of_unknown_size(case: Case, variant: Variant) -> bool:
-    """Return whether the variant needs no more memory than the plan of kinds whose size is not known."""
-    assert case.memory is not None
-    before = {need.name: need.needed_bytes for need in list_memory_needs(case.plan, case.memory)}
-    return all(
-        need.room_bytes is not None or need.needed_bytes <= before.get(need.name, 0)
-        for need in list_memory_needs(variant.plan, variant.memory)
     )
 
 
