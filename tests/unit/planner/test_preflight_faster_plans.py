@@ -1,4 +1,5 @@
-"""Findings about settings that cost time and gain nothing: fp32, needless offload, pipeline bubbles."""
+"""Findings about settings that cost time and gain nothing: fp32, needless offload, pipeline bubbles,
+small micro-batches; and fixes that leave the room that a plan has."""
 
 from __future__ import annotations
 
@@ -6,15 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.requirements import thorough
 
 import shardscope as ss
 from shardscope.frameworks.registry import is_trained
 from shardscope.planner.checks import Finding
+from shardscope.planner.memory_needs import fits
 from shardscope.planner.verdict import assess_plan
 
 FP32 = "fp32-though-half-precision-is-faster"
 OFFLOADED = "state-offloaded-though-room"
 BUBBLE = "pipeline-bubble"
+REPEATED = "micro-batches-repeat-transfers"
 
 
 def make_plan(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
@@ -133,3 +137,86 @@ def test_a_bubble_of_many_micro_batches_is_not_reported() -> None:
         "llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.megatron(pp=2), global_batch_size=512, recompute="full"
     )
     assert find_by_name(plan, BUBBLE) is None
+
+
+# -------------------------------------------------------------------------------------- micro-batches
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "layout", "repeated"),
+    [
+        ("llama-3.1-70b", "8xh100-sxm-80gb", ss.Layout.fsdp2(offload="cpu"), "to and from the host"),
+        ("mixtral-8x7b", "8x8xa100-sxm-80gb", ss.Layout.zero(stage=3), "all-gathers"),
+    ],
+    ids=["offload", "all-gathers"],
+)
+def test_micro_batches_that_repeat_transfers_are_reported(
+    model: str, cluster: str, layout: ss.Layout, repeated: str
+) -> None:
+    machine = replace(ss.Cluster.parse(cluster), host_memory_bytes=2000 * 2**30)
+    recipe = ss.Recipe(recompute="full", global_batch_size=256 if machine.num_gpus == 64 else 64)
+    plan = ss.Plan(ss.models[model], machine, recipe, layout)
+    finding, fixed = check_fix(plan, REPEATED)
+    assert repeated in finding.why and not fixed.memory().is_tight
+    assert fixed.layout == plan.layout and fixed.recipe.micro_batch_size > 1
+
+
+def test_micro_batches_over_fast_links_are_not_reported() -> None:
+    plan = make_plan("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.fsdp2())
+    assert find_by_name(plan, REPEATED) is None
+
+
+# ----------------------------------------------------------------------------- fixes that leave room
+
+
+def test_a_faster_degree_is_no_fix_if_the_plan_becomes_tight() -> None:
+    """tp=4 was 8 % faster, and ``gpu-nearly-full``."""
+    plan = make_plan(
+        "llama-3.1-70b",
+        "16x8xh100-sxm-80gb",
+        ss.Layout.megatron(tp=8, pp=4),
+        global_batch_size=256,
+        seq_len=8192,
+        recompute="selective",
+    )
+    finding = find_by_name(plan, "tensor-parallel-over-slow-link")
+    assert finding is None or (finding.plan is not None and not finding.plan.memory().is_tight)
+
+
+def test_more_recomputation_is_the_fix_if_less_leaves_the_plan_tight() -> None:
+    recipe: dict[str, Any] = {"precision": "fp16-mixed", "micro_batch_size": 4, "seq_len": 1024}
+    plan = make_plan("gpt2-medium", "4xt4-16gb", ss.Layout.ddp(), **recipe)
+    finding = find_by_name(plan, "recomputation-off")
+    assert finding is not None and finding.plan is not None
+    assert finding.plan.memory().fits and not finding.plan.memory().is_tight
+
+
+def test_a_tight_plan_keeps_its_framework_where_that_has_a_roomier_plan() -> None:
+    """Megatron-core's modules were the fix of ZeRO-2, though ZeRO-3 had room."""
+    plan = make_plan("llama-3.1-8b", "8xa100-sxm-40gb", ss.Layout.zero(stage=2), recompute="full")
+    finding = find_by_name(plan, "gpu-nearly-full")
+    assert finding is not None
+    fixed = finding.run_search().plan
+    assert fixed is not None and fixed.layout.framework == "deepspeed"
+    assert not fixed.memory().is_tight and fixed.step().seconds <= 4 / 3 * plan.step().seconds
+
+
+@thorough()
+def test_a_plan_for_its_checkpoints_is_not_tight_if_this_one_has_room() -> None:
+    recipe = ss.Recipe(recompute="full", global_batch_size=256)
+    cluster = replace(ss.Cluster.parse("8x8xa100-sxm-80gb"), host_memory_bytes=2**40)
+    plan = ss.Plan(ss.models["mixtral-8x7b"], cluster, recipe, ss.Layout.zero(stage=3))
+    finding = find_by_name(plan, "checkpoint-tied-to-ranks")
+    assert finding is not None
+    fixed = finding.run_search().plan
+    assert fixed is not None and not fixed.memory().is_tight
+
+
+def test_a_single_change_that_is_too_slow_to_offer_is_not_denied() -> None:
+    """Offload alone is enough, in 3.3 times the time: "no single change is enough" was wrong."""
+    cluster = replace(ss.Cluster.parse("8xh100-sxm-80gb"), host_memory_bytes=2000 * 2**30)
+    plan = ss.Plan(ss.models["llama-3.1-70b"], cluster, ss.Recipe(recompute="full"), ss.Layout.fsdp2())
+    offloaded = replace(plan, layout=ss.Layout.fsdp2(offload="cpu"))
+    assert fits(offloaded, offloaded.memory()) and offloaded.step().seconds > 3 * plan.step().seconds
+    finding = find_by_name(plan, "out-of-gpu-memory")
+    assert finding is not None and "enough in up to 3 times the time" in finding.change

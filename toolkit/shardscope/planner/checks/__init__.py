@@ -37,6 +37,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     pipeline.check_pipeline_micro_batches,
     pipeline.check_pipeline_bubble,
     launches.check_launch_bound,
+    launches.check_repeated_transfers,
     tensor_parallel.check_tensor_parallel_link,
     sharding.check_repeated_all_gathers,
     sharding.check_shard_size,

@@ -45,7 +45,7 @@ def check_pipeline_micro_batches(case: Case) -> Iterator[Finding]:
     sufficient = (
         variant for variant in evaluate_variants(plan, _list_changes(case)) if _has_enough(variant.plan)
     )
-    fixed = find_fastest(variant for variant in sufficient if case.compute_gain(variant) > 0)
+    fixed = case.find_best(variant for variant in sufficient if case.compute_gain(variant) > 0)
     yield Finding(
         name="fewer-micro-batches-than-stages",
         severity="danger" if share > 0.5 else "warning",
