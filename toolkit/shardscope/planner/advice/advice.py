@@ -338,7 +338,11 @@ def _describe_speed(best: EvaluatedPlan, alternatives: Sequence[Alternative]) ->
         return "."
     error = f"{100 * (PAYS - 1):.0f} %, our usual prediction error"
     sentence = f", and no layout that the questions lead to is faster by more than {error}."
-    here = [plan for plan, _ in alternatives if plan.cluster == best.plan.cluster]
+    here = [
+        plan
+        for plan, _ in alternatives
+        if plan.cluster == best.plan.cluster and plan.recipe.precision == best.plan.recipe.precision
+    ]
     if any(plan.step().seconds * PAYS < best.seconds for plan in here):
         sentence += " A layout of the search is: it is among the alternatives."
     return sentence
