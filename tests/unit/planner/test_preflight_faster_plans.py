@@ -103,6 +103,10 @@ def test_state_on_nvme_although_host_memory_suffices_is_reported() -> None:
     finding, fixed = check_fix(plan, OFFLOADED)
     assert finding.change == "Offload the optimizer to the host"
     assert fixed.layout == replace(layout, offload_optimizer="cpu")
+    # Nor do options of NVMe stay, which DeepSpeed would ignore.
+    both = replace(plan, layout=ss.Layout.zero(stage=3, offload_optimizer="nvme", offload_params="nvme"))
+    _, fixed = check_fix(both, OFFLOADED)
+    assert "nvme" not in str(fixed.layout) and find_by_name(fixed, "option-without-use") is None
     # Host memory of unknown size is no place to rely on.
     unknown = replace(plan, cluster=replace(cluster, host_memory_bytes=None))
     assert find_by_name(unknown, OFFLOADED) is None

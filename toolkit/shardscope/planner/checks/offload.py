@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.cluster import name_device
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import format_gib, join_list
+from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks.case import (
     NOTICEABLE,
     Case,
@@ -16,6 +17,7 @@ from shardscope.planner.checks.case import (
     Variant,
     evaluate_variants,
     find_fastest,
+    replace_plan_fields,
 )
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.memory_needs import list_memory_needs, relies_on_unknown_memory
@@ -69,8 +71,16 @@ def check_unneeded_offload(case: Case) -> Iterator[Finding]:
         f"shorter ({format_percent(case.compute_gain(fixed))}).",
         number=won,
         change=f"{changes[:1].upper()}{changes[1:]}",
-        plan=fixed.plan,
+        plan=_reset_unused_options(plan, fixed.plan),
     )
+
+
+def _reset_unused_options(before: Plan, after: Plan) -> Plan:
+    """Return ``after`` without the options that only the offload of ``before`` uses, as NVMe's buffers."""
+    defaults = frameworks[before.layout.framework].defaults()
+    unused = defaults.find_unused_options(after).keys() - defaults.find_unused_options(before).keys()
+    fields = after.layout.__dataclass_fields__
+    return replace_plan_fields(after, layout={name: fields[name].default for name in unused}) or after
 
 
 def _describe_host_memory(variant: Variant) -> str:
