@@ -165,6 +165,20 @@ def test_micro_batches_that_repeat_transfers_are_reported(
     assert fixed.layout == plan.layout and fixed.recipe.micro_batch_size > 1
 
 
+def test_a_larger_micro_batch_is_near_the_fastest() -> None:
+    """A micro-batch that saved 95 % of the step was offered, and then one that saves 26 % of the rest."""
+    plan = make_plan(
+        "llama-3.2-1b",
+        "h100-sxm-80gb",
+        ss.Layout.fsdp2(offload="cpu"),
+        seq_len=256,
+        global_batch_size=1152,
+        micro_batch_size=3,
+        recompute="full",
+    )
+    check_fix(plan, REPEATED)
+
+
 def test_micro_batches_over_fast_links_are_not_reported() -> None:
     plan = make_plan("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.fsdp2())
     assert find_by_name(plan, REPEATED) is None

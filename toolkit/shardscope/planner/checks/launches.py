@@ -155,8 +155,8 @@ def check_repeated_transfers(case: Case) -> Iterator[Finding]:
     if fastest is None or any(check_launch_bound(case)):
         return
     # The smallest micro-batch that is about as fast: activations grow with it.
-    enough = case.compute_gain(fastest) - NOTICEABLE
-    fixed = next(variant for variant in variants if case.compute_gain(variant) >= enough)
+    enough = fastest.step.tokens_per_second * (1 - NOTICEABLE)
+    fixed = next(variant for variant in variants if variant.step.tokens_per_second >= enough)
     before, after = case.step.parts, fixed.step.parts
     part = max(_REPEATED, key=lambda name: before[name] - after[name])
     won = case.step.seconds - fixed.step.seconds
