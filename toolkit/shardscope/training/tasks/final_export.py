@@ -120,8 +120,9 @@ def _repeat(
         is_given_up = ctx.stops_without_checkpoint or (is_stopped and is_kept())
         if is_given_up or attempt >= num_attempts:
             break
-    waited = format_count(round((time.monotonic() - began) / 60), "minute")
-    failure = f"{why}, for {waited}. {describe_kept(fix)}"
+    minutes = round((time.monotonic() - began) / 60)
+    waited = f", for {format_count(minutes, 'minute')}" if minutes else ""
+    failure = f"{why}{waited}. {describe_kept(fix)}"
     if not is_given_up:
         raise RuntimeError(failure) from error
     # Without it, through Ray, it would be a failure of the ranks.
