@@ -61,8 +61,8 @@ def launch(
     ``TooLittleFreeError`` (a ``ValueError``) if a GPU has less free memory than the predicted peak, unless
     ``force``; ``ImportError`` without the extra "train" (on a cluster also "slurm" or "ray"); ``OSError`` if
     the folder cannot be written or the scheduler does not answer. The memory of the user's own function is
-    unknown, so too little free memory is only a ``RuntimeWarning`` there. On a cluster it is not compared, and
-    ``force`` skips the check that the nodes see the folder (Slurm) or have this Shardscope (Ray).
+    unknown, so too little free memory is only a ``RuntimeWarning`` there. On a cluster it is not compared,
+    and ``force`` skips the check that the nodes see the folder (Slurm) or have this Shardscope (Ray).
     """
     return start_run(
         plan,
