@@ -669,6 +669,56 @@ def test_calls_in_flight_together_count_a_delay_once(tmp_path: Path) -> None:
     assert "rank 1 arrives 30.0 µs a step after the others (30 % of the step" in result.text
 
 
+def make_overlapped_buckets(delays: np.ndarray[Any, Any], segment: int = 10_000_000) -> dict[int, Events]:
+    """Steps of DDP: ranks compute on while eight buckets are reduced, and wait for the last one only.
+
+    ``delays`` are added to the forward of each step (rows) on each rank.
+    """
+    num_steps, num_ranks = delays.shape
+    args = arguments("allreduce", 1_000_000, num_ranks)
+    ranks: dict[int, Events] = {rank: [] for rank in range(num_ranks)}
+    now = np.zeros(num_ranks, int)
+    for number in range(num_steps):
+        begin, free = now.copy(), now.copy()
+        for rank in range(num_ranks):
+            ranks[rank].append(kernel(now[rank], now[rank] + 60_000_000 + delays[number, rank]))
+        now += 60_000_000 + delays[number]
+        for _ in range(8):
+            for rank in range(num_ranks):
+                ranks[rank].append(kernel(now[rank], now[rank] + segment))
+            now += segment
+            start = np.maximum(now, free)
+            free[:] = start.max() + 4_000_000
+            for rank in range(num_ranks):
+                ranks[rank].append(all_reduce(start[rank], free[rank], **args))
+        now = np.maximum(now, free) + 5_000_000
+        for rank in range(num_ranks):
+            ranks[rank] += [kernel(now[rank] - 5_000_000, now[rank]), step(number, begin[rank], now[rank])]
+    return ranks
+
+
+@pytest.mark.parametrize("segment", [10_000_000, 30_000_000, 3_000_000])
+def test_a_delay_before_overlapped_buckets_counts_once(tmp_path: Path, segment: int) -> None:
+    """The next bucket waits again for a rank that is still late, also if no other one is in flight."""
+    delays = np.zeros((12, 4), int)
+    delays[:, 2] = 20_000_000
+    result = load_ranks(tmp_path, make_overlapped_buckets(delays, segment)).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [2]
+    assert result[2]["late_seconds"] == pytest.approx(0.02)
+
+
+def test_equal_ranks_with_overlapped_buckets_are_rarely_named() -> None:
+    """The buckets of a step show one delay, which was taken for as many proofs of a straggler."""
+    random = np.random.default_rng(5)
+    named = 0
+    for _ in range(20):
+        with tempfile.TemporaryDirectory() as folder:
+            delays = random.exponential(5_000_000, (6, 3)).astype(int)
+            trace = load_ranks(Path(folder), make_overlapped_buckets(delays))
+            named += any(row["is_straggler"] for row in trace.stragglers())
+    assert named <= 1
+
+
 def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: Path) -> None:
     """Rank 0 is in a call with rank 1 while another one begins with rank 2, at which both arrive together."""
     ranks: dict[int, Events] = {
