@@ -124,6 +124,29 @@ def test_ranks_that_recorded_other_steps_match_by_step(tmp_path: Path) -> None:
     assert to_ns(rows[1]["skew_seconds"]) == 50
 
 
+@pytest.mark.parametrize(("steps", "num_common"), [((2, 3), 1), ((4, 5), 0)])
+def test_as_many_calls_of_other_steps_are_other_calls(
+    tmp_path: Path, steps: tuple[int, int], num_common: int
+) -> None:
+    args = arguments("allreduce", 8, 2)
+    ranks = {
+        rank: [
+            event
+            for number in recorded
+            for event in (
+                step(number, 100 * number, 100 * number + 100),
+                all_reduce(100 * number + 10 * rank, 100 * number + 90, **args),
+            )
+        ]
+        for rank, recorded in enumerate([(1, 2), steps])
+    }
+    rows = load_ranks(tmp_path, ranks).collectives()
+    known = [row for row in rows if row["transfer_seconds"] is not None]
+    assert len(rows) == 4 and len(known) == 2 * num_common
+    assert all(to_ns(row["transfer_seconds"]) == 80 for row in known)
+    assert len({row["call"] for row in known}) == num_common
+
+
 def test_pipeline_messages_of_larger_groups_are_not_paired(tmp_path: Path) -> None:
     """A middle stage sends and receives: its n-th message is not the first stage's n-th."""
     args = arguments("send", 8, 3)

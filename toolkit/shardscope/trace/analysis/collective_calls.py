@@ -402,9 +402,11 @@ def _match_calls(trace: Trace, calls: list[Call]) -> None:
 
 def _pair_up(trace: Trace, by_rank: Mapping[int, list[Call]]) -> list[list[Call]]:
     """Return the calls of the ranks that belong together: the n-th, or the n-th of each step."""
-    if len({len(calls) for calls in by_rank.values()}) == 1:
+    recorded = (one.steps for one in trace.activity.ranks if one.rank in by_rank and one.steps)
+    has_same_steps = len({tuple(step.number for step in steps) for steps in recorded}) < 2
+    if has_same_steps and len({len(calls) for calls in by_rank.values()}) == 1:
         return [list(together) for together in zip(*by_rank.values(), strict=True)]
-    # One rank recorded more: its profiler began earlier or ended later. Steps of one number still match.
+    # A rank recorded more, or other steps: its profiler began earlier or later. Steps of one number match.
     by_step: dict[tuple[int, int], list[Call]] = defaultdict(list)
     for rank, calls in by_rank.items():
         steps = find_steps(trace, rank, np.array([call.index for call in calls]))
