@@ -486,6 +486,30 @@ def test_messages_of_gloo_are_those_of_pipeline_stages(tmp_path: Path) -> None:
     assert {row["axis"] for row in trace.collectives()} == {""}
 
 
+@pytest.mark.parametrize("is_gloo", [True, False])
+def test_a_send_is_paired_with_its_receive(tmp_path: Path, is_gloo: bool) -> None:
+    """In 1F1B a stage sends twice before the next one sends for the first time: both were one message."""
+    shape = {"Input Dims": [[8]], "Input type": ["float"]}
+
+    def message(name: str, start: int, end: int) -> dict[str, Any]:
+        if is_gloo:
+            return annotation(start, end, f"gloo:{name}", 200 + start, **shape)
+        return kernel(start, end, "ncclDevKernel_SendRecv", 20 + start, **arguments(name, 8, 2))
+
+    ranks = {
+        0: [message("send", 10, 20), message("send", 30, 60), message("recv", 31, 60)],
+        1: [message("recv", 0, 20), message("send", 50, 60), message("recv", 51, 60)],
+    }
+    ranks = {rank: [operator(0, 1) if is_gloo else kernel(0, 1), *events] for rank, events in ranks.items()}
+    groups = [{"pg_name": "0", "pg_desc": "default_pg", "pg_size": 2, "ranks": [0, 1]}]
+    rows = load_ranks(tmp_path, ranks, info={"pg_config": groups}).collectives()
+    calls: dict[int, list[tuple[int, int]]] = {}
+    for row in rows:
+        calls.setdefault(row["call"], []).append((row["rank"], to_ns(row["start_seconds"])))
+    assert sorted(calls.values()) == [[(0, 10), (1, 0)], [(0, 30), (1, 51)], [(0, 31), (1, 50)]]
+    assert [to_ns(row["transfer_seconds"]) for row in rows] == [10, 9, 10, 10, 10, 9]
+
+
 @given(st.lists(gpu_events(), min_size=1, max_size=3))
 def test_exposed_times_add_up_and_nothing_is_negative(ranks: list[Events]) -> None:
     with tempfile.TemporaryDirectory() as folder:
