@@ -91,6 +91,8 @@ class WhatIf:
     """Seconds of a step with the change; another rank may then be the slowest."""
     has_steps: bool = True
     """Whether steps are marked in the trace; if not, the seconds are those of the whole recording."""
+    has_messages: bool = False
+    """Whether messages are among the calls: what stages wait for each other's work is in them."""
 
     @property
     def gain_seconds(self) -> float:
@@ -107,7 +109,10 @@ class WhatIf:
         )
         now, changed = format_seconds(self.seconds), format_seconds(self.changed_seconds)
         whole = "a step" if self.has_steps else "the recording"
-        return f"{what}, {whole} would take {changed} instead of {now}."
+        text = f"{what}, {whole} would take {changed} instead of {now}."
+        if self.has_messages:
+            text += " Its messages include waits for other stages (the bubble), which no link removes."
+        return text
 
     def __str__(self) -> str:
         return self.text
@@ -202,6 +207,7 @@ class Collectives(Table[CollectiveRow]):
             seconds=measure_step(self._trace),
             changed_seconds=max(seconds - gains[rank] / count for rank, (seconds, count) in steps.items()),
             has_steps=self._trace.activity.has_steps,
+            has_messages=any(row["kind"] == "send_recv" for row in self if row["axis"] == axis),
         )
 
 
