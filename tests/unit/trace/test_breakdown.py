@@ -256,6 +256,29 @@ def test_kernels_of_a_compiled_graph_on_the_cpu_are_compute(tmp_path: Path, wait
         assert name in {one["name"] for one in trace.summary().operators}
 
 
+def test_a_message_of_gloo_does_not_hide_the_compute_of_its_thread(tmp_path: Path) -> None:
+    """A receive begins on the thread that calls it, which computes until it waits: all was waiting."""
+    events = [
+        operator(0, 5, "c10d::recv_"),
+        annotation(2, 100, "gloo:recv"),
+        operator(10, 80, "aten::mm"),
+        operator(20, 30, "aten::copy_"),
+    ]
+    (row,) = load_ranks(tmp_path, {0: events}).breakdown()
+    assert to_ns(row["compute_seconds"]) == to_ns(row["overlapped_seconds"]) == 70
+    assert to_ns(row["exposed_communication_seconds"]) == 28
+
+
+def test_operators_on_a_thread_of_gloo_are_part_of_its_collective(tmp_path: Path) -> None:
+    events = [
+        operator(0, 5, "c10d::allreduce_"),
+        annotation(2, 100, "gloo:all_reduce", tid=200),
+        operator(10, 80, "aten::add_", tid=200),
+    ]
+    (row,) = load_ranks(tmp_path, {0: events}).breakdown()
+    assert row["compute_seconds"] == 0 and to_ns(row["exposed_communication_seconds"]) == 98
+
+
 def test_idle_causes_of_a_gpu(tmp_path: Path) -> None:
     """A gap is host-bound only if the next kernel was launched after the gap had begun."""
     events = [

@@ -229,7 +229,9 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
     by_call: dict[int, dict[int, int]] = defaultdict(dict)
     is_in_steps = trace.activity.is_in_steps
     messages: list[int] = []
+    exposed: dict[int, int] = {}
     for row, index in zip(collectives, collectives.slices, strict=True):
+        exposed[index] = round(row["exposed_seconds"] * 1e9)
         if row["call"] >= 0 and is_in_steps[index]:
             by_call[row["call"]][row["rank"]] = index
             if row["kind"] == "send_recv":
@@ -253,7 +255,9 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         before = np.maximum(before, 0)
         known, estimated, possible, num_unknown, num_estimated, of_messages = np.moveaxis(before, -1, 0)
         is_comparable = num_unknown.min(axis=1, keepdims=True) == num_unknown.max(axis=1, keepdims=True)
-        inside = _measure_new_leads(trace, positions, slices, is_message)
+        # A receive may begin long before its stage needs it, which makes no stage early: only waiting counts.
+        inside = np.array([[exposed[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
+        inside[~is_message] = _measure_new_leads(trace, positions, slices[~is_message])
         own = inside + of_messages
         yield (
             positions,
@@ -268,7 +272,7 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         )
 
 
-def _measure_new_leads(trace: Trace, positions: Ints, slices: Ints, is_message: Mask) -> Ints:
+def _measure_new_leads(trace: Trace, positions: Ints, slices: Ints) -> Ints:
     """Return for how long each rank was in each call, without the time by which it was early before.
 
     A rank that is early stays so until it waits, and it does not wait while it computes: at each of DDP's
@@ -276,23 +280,19 @@ def _measure_new_leads(trace: Trace, positions: Ints, slices: Ints, is_message: 
     """
     start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
     before = np.maximum.accumulate(end, axis=0)
-    # A receive may begin long before its stage needs it: that makes no stage early.
-    inside: Ints = np.maximum(end - np.concatenate((start[:1], np.maximum(start[1:], before[:-1]))), 0)
-    calls = np.flatnonzero(~is_message)
-    start, end, before = start[calls], end[calls], before[calls]
-    waited = np.empty_like(start)
+    waited, inside = np.empty_like(start), np.empty_like(start)
     for column, position in enumerate(positions.tolist()):
-        own = merge_intervals(start[:, column], end[:, column])
-        exposed = subtract(own, trace.activity.ranks[position].compute)
+        calls = merge_intervals(start[:, column], end[:, column])
+        exposed = subtract(calls, trace.activity.ranks[position].compute)
         waited[:, column] = measure_before(exposed, start[:, column])
     lead = np.zeros(len(positions), np.int64)
-    for number, call in enumerate(calls.tolist()):
+    for number in range(len(slices)):
         new = end[number] - start[number]
         if number:
             lead = np.maximum(lead - (waited[number] - waited[number - 1]), 0)
             # The rank may have been there earlier, and its call queued behind the one before.
             new = np.maximum(new, lead * (start[number] <= before[number - 1] + QUEUE_GAP_NS))
-        inside[call] = new - lead
+        inside[number] = new - lead
         lead = new
     return inside
 
