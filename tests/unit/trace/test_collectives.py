@@ -765,6 +765,37 @@ def test_a_delay_before_overlapped_buckets_counts_once(tmp_path: Path, segment: 
     assert result[2]["late_seconds"] == pytest.approx(0.02)
 
 
+def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path) -> None:
+    """Tensor-parallel ranks 0 and 1, and 2 and 3, wait at every layer; gradients are reduced meanwhile."""
+    ranks: dict[int, Events] = {rank: [] for rank in range(4)}
+    now, free, pairs = np.zeros(4, int), np.zeros(4, int), {"tp": ([0, 1], [2, 3]), "dp": ([0, 2], [1, 3])}
+
+    def reduce(axis: str) -> None:
+        for group in pairs[axis]:
+            named = {"Process Group Name": f"{axis}{group[0]}", "Process Group Ranks": str(group)}
+            args = arguments("allreduce", 8, 2) | named
+            start = now[group] if axis == "tp" else np.maximum(now[group], free[group])
+            end = start.max() + 1_000_000
+            for rank, begin in zip(group, start.tolist(), strict=True):
+                ranks[rank].append(all_reduce(begin, end, 20 if axis == "tp" else 21, **args))
+            (now if axis == "tp" else free)[group] = end
+
+    for number in range(8):
+        begin = now.copy()
+        for _ in range(6):
+            for rank in range(4):
+                ranks[rank].append(kernel(now[rank], now[rank] + 8_000_000 + 2_000_000 * (rank == 0)))
+            now += [10_000_000, 8_000_000, 8_000_000, 8_000_000]
+            reduce("tp")
+            reduce("dp")
+        now = np.maximum(now, free)
+        for rank in range(4):
+            ranks[rank].append(step(number, begin[rank], now[rank]))
+    result = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [0]
+    assert result[0]["late_seconds"] == pytest.approx(6 * 0.002)
+
+
 def test_equal_ranks_with_overlapped_buckets_are_rarely_named() -> None:
     """The buckets of a step show one delay, which was taken for as many proofs of a straggler."""
     random = np.random.default_rng(5)

@@ -12,11 +12,21 @@ import numpy as np
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.collective_calls import Call, find_calls
 from shardscope.trace.analysis.groups import GroupFinder
-from shardscope.trace.analysis.intervals import Int64s, find_exclusive_parts, measure_within
+from shardscope.trace.analysis.intervals import (
+    Int64s,
+    find_exclusive_parts,
+    measure_before,
+    measure_within,
+    merge_intervals,
+    select_inside,
+    subtract,
+    unite,
+)
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+    from shardscope.trace.analysis.activity import RankActivity
     from shardscope.trace.store import Trace
 
 _REDUCE_SCATTER = re.compile(r"c10d::_?reduce_scatter")
@@ -301,3 +311,17 @@ def _measure_exposed(trace: Trace, index: list[int]) -> Int64s:
         start, end = find_exclusive_parts(trace.start_ns[calls[positions]], activity.end_ns[calls[positions]])
         exposed[positions] = (end - start) - measure_within(rank.compute, start, end)
     return exposed
+
+
+def measure_waits_before(trace: Trace, rank: RankActivity, calls: Int64s) -> Int64s:
+    """Return for how long a rank had waited in calls of one group at the start of each of them.
+
+    It does not wait while it computes, nor in calls of other groups that begin and end meanwhile: it goes on
+    to these.
+    """
+    start, end = trace.start_ns[calls], trace.activity.end_ns[calls]
+    others = np.flatnonzero(trace.activity.is_communication[rank.index]) + rank.index.start
+    others = np.setdiff1d(others, calls)
+    inside = select_inside(trace.start_ns[others], trace.activity.end_ns[others], start, end)
+    waits = subtract(merge_intervals(start, end), unite(rank.compute, merge_intervals(*inside)))
+    return measure_before(waits, start)

@@ -14,8 +14,13 @@ import numpy.typing as npt
 
 from shardscope.core.number_format import format_count
 from shardscope.timing.report import format_seconds
-from shardscope.trace.analysis.collectives import find_collectives, list_step_seconds, measure_step
-from shardscope.trace.analysis.intervals import Mask, measure_before, merge_intervals, subtract
+from shardscope.trace.analysis.collectives import (
+    find_collectives,
+    list_step_seconds,
+    measure_step,
+    measure_waits_before,
+)
+from shardscope.trace.analysis.intervals import Mask
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
@@ -279,21 +284,15 @@ def _measure_new_leads(trace: Trace, positions: Ints, slices: Ints) -> Ints:
     buckets the others are late by the same time, which counts once.
     """
     start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
-    before = np.maximum.accumulate(end, axis=0)
-    waited, inside = np.empty_like(start), np.empty_like(start)
-    for column, position in enumerate(positions.tolist()):
-        calls = merge_intervals(start[:, column], end[:, column])
-        exposed = subtract(calls, trace.activity.ranks[position].compute)
-        waited[:, column] = measure_before(exposed, start[:, column])
-    lead = np.zeros(len(positions), np.int64)
-    for number in range(len(slices)):
-        new = end[number] - start[number]
-        if number:
-            lead = np.maximum(lead - (waited[number] - waited[number - 1]), 0)
-            # The rank may have been there earlier, and its call queued behind the one before.
-            new = np.maximum(new, lead * (start[number] <= before[number - 1] + QUEUE_GAP_NS))
-        inside[number] = new - lead
-        lead = new
+    ranks, inside = [trace.activity.ranks[position] for position in positions.tolist()], end - start
+    waited = np.array([measure_waits_before(trace, *one) for one in zip(ranks, slices.T, strict=True)]).T
+    queued_until = np.maximum.accumulate(end, axis=0) + QUEUE_GAP_NS
+    lead = inside[:1].sum(axis=0)
+    for number in range(1, len(slices)):
+        lead = np.maximum(lead - (waited[number] - waited[number - 1]), 0)
+        # The rank may have been there earlier, and its call queued behind the one before.
+        new = np.maximum(inside[number], lead * (start[number] <= queued_until[number - 1]))
+        inside[number], lead = new - lead, new
     return inside
 
 
