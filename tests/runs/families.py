@@ -160,8 +160,11 @@ FAMILIES |= {
     },
     "nemotron": {"head_dim": 32, **PLAIN},
     "seed_oss": {"head_dim": 32, "attention_bias": True},
+    "smollm3": {"head_dim": 32, "tie_word_embeddings": True},
+    "olmo3": {"head_dim": 28, "qk_norm": True},
+    "olmo3 in windows": {"head_dim": 28, "qk_norm": True, **WINDOW},
 }
-ALL_WINDOWS = ("mistral", "phi3", "gemma3_text", "starcoder2")
+ALL_WINDOWS = ("mistral", "phi3", "gemma3_text", "starcoder2", "olmo3")
 """Families of which every layer here has the window; the others' every other layer."""
 NARROW_VALUES = {"deepseek_v3", "deepseek_v2", "deepseek_v2 with whole queries"}
 """DeepSeek's values are narrower than its keys, for which a CPU rank has no fused attention."""
