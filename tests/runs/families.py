@@ -130,6 +130,17 @@ FAMILIES |= {
     "granite": {"head_dim": 28},
     "glm": {"head_dim": 32, "attention_bias": True},
     "glm4": {"head_dim": 32, "attention_bias": True, "norms_per_layer": 4},
+    "glm4_moe": {
+        "head_dim": 32,
+        "attention_bias": True,
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=96),
+    },
+    "glm4_moe with normalized queries": {
+        "head_dim": 32,
+        "attention_bias": True,
+        "qk_norm": True,
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=96),
+    },
     "falcon of one key head": {
         "head_dim": 28,
         "num_key_value_heads": 1,

@@ -123,6 +123,7 @@ def test_catalog_models_have_the_parameters_of_transformers(name: str) -> None:
         ("starcoder2-3b", 3_030_371_328),
         ("starcoder2-15b", 15_957_889_024),
         ("glm-4-9b", 9_399_951_360),
+        ("glm-4.5-air", 106_852_245_504),
     ],
 )
 def test_parameter_counts_equal_the_published_ones(name: str, published: int) -> None:
@@ -131,9 +132,10 @@ def test_parameter_counts_equal_the_published_ones(name: str, published: int) ->
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 QWEN_MOE = ("qwen2_moe", "qwen3_moe")
-WITH_EXPERTS = ("mixtral", "gpt_oss", *QWEN_MOE, *LATENT)
+WITH_SHARED = ("glm4_moe", *LATENT)
+WITH_EXPERTS = ("mixtral", "gpt_oss", *QWEN_MOE, *WITH_SHARED)
 BIASED = (
-    *("gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "olmo3", "glm", "glm4"),
+    *("gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "olmo3", "glm", "glm4", "glm4_moe"),
     *("qwen3", "qwen3_moe", "deepseek_v3"),
 )
 WITH_MLP_BIAS = ("llama", "granite", "nemotron", "deepseek_v2", "seed_oss", "smollm3")
@@ -149,20 +151,21 @@ KEYS: dict[str, tuple[st.SearchStrategy[Any], tuple[str, ...]]] = {
     "bias": (FLAG, ("falcon",)),
     "alibi": (FLAG, ("falcon",)),
     "qk_layernorm": (FLAG, ("phi",)),
+    "use_qk_norm": (FLAG, ("glm4_moe",)),
     "use_parallel_residual": (FLAG, ("gpt_neox",)),
     "use_sliding_window": (FLAG, ("qwen2", "qwen3", "smollm3", *QWEN_MOE)),
     "num_experts": (NUM_EXPERTS, QWEN_MOE),
     "num_local_experts": (NUM_EXPERTS, ("mixtral", "gpt_oss")),
-    "n_routed_experts": (NUM_EXPERTS, LATENT),
+    "n_routed_experts": (NUM_EXPERTS, WITH_SHARED),
     "num_experts_per_tok": (st.integers(1, 2), WITH_EXPERTS),
-    "moe_intermediate_size": (WIDTH, (*QWEN_MOE, *LATENT)),
+    "moe_intermediate_size": (WIDTH, (*QWEN_MOE, *WITH_SHARED)),
     "shared_expert_intermediate_size": (WIDTH, ("qwen2_moe",)),
-    "n_shared_experts": (st.integers(1, 3), LATENT),
-    "first_k_dense_replace": (st.integers(0, 5), LATENT),
+    "n_shared_experts": (st.integers(1, 3), WITH_SHARED),
+    "first_k_dense_replace": (st.integers(0, 5), WITH_SHARED),
     "decoder_sparse_step": (st.integers(1, 3), QWEN_MOE),
     "mlp_only_layers": (st.lists(st.integers(0, 3), unique=True), QWEN_MOE),
-    "n_group": (st.just(1), LATENT),
-    "topk_group": (st.just(1), LATENT),
+    "n_group": (st.just(1), WITH_SHARED),
+    "topk_group": (st.just(1), WITH_SHARED),
     "q_lora_rank": (st.none() | st.integers(1, 30), LATENT),
     "kv_lora_rank": (st.integers(1, 30), LATENT),
     "qk_nope_head_dim": (st.integers(1, 20), LATENT),
@@ -182,6 +185,7 @@ ALIASES = {
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "deepseek_v2": {"n_routed_experts": "num_experts"},
     "deepseek_v3": {"n_routed_experts": "num_local_experts"},
+    "glm4_moe": {"n_routed_experts": "num_local_experts"},
     "falcon": {"hidden_size": "n_embed"},
 }
 """Other names of keys, which transformers reads too."""
