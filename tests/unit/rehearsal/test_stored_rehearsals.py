@@ -156,7 +156,7 @@ def test_predictions_agree_with_rehearsals_of_smollm3_and_olmo3() -> None:
 def test_predictions_agree_with_rehearsals_of_glm4_moe() -> None:
     """One to four layers of GLM-4.5 Air under DDP, FSDP2 and ZeRO, of 40 random plans those in 16 bits.
 
-    Nine of the eleven in fp32 were within 1 %, two 4 and 7 % too high: LoRA with unfused attention under ZeRO.
+    Nine of the eleven in fp32 were within 1 %, two 4 and 7 % too high: LoRA, unfused attention, ZeRO.
     """
     rows, rejected = read_rehearsals([STORED / "mixed-glm4-moe.jsonl"])
     assert not rejected and len(rows) == 29
