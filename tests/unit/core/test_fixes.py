@@ -15,6 +15,7 @@ from random_plans import NOT_NUMBERS
 from tests.requirements import examples
 
 import shardscope as ss
+from shardscope.core.cluster import Gpu, Link
 from shardscope.core.errors import FieldError
 from shardscope.core.fixes import MAX_TRIES
 from shardscope.core.plan import Plan
@@ -262,6 +263,12 @@ def test_the_search_for_a_fix_is_bounded() -> None:
         (ss.Layout.zero, "reduce_bucket_sise", "reduce_bucket_size"),
         (ss.Layout.fsdp2, "reshard_after_foward", "reshard_after_forward"),
         (ss.Layout.megatron, "sequence_paralel", "sequence_parallel"),
+        (ss.Architecture, "num_hiden_layers", "num_hidden_layers"),
+        (ss.Architecture, "n_layer", "num_hidden_layers"),
+        (ss.Cluster, "gpu_per_node", "gpus_per_node"),
+        (ss.Cluster, "num_gpus", "gpus_per_node"),
+        (Gpu, "usable_byte", "usable_bytes"),
+        (Link, "latency", "latency_seconds"),
     ],
 )
 def test_misspelt_keywords_raise_with_the_nearest(make: Any, wrong: str, near: str) -> None:

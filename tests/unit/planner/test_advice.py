@@ -109,13 +109,59 @@ def test_alternatives_use_the_room_as_the_advised_plan_does() -> None:
     assert even[0].step().tokens_per_second_per_gpu > faster
 
 
-def test_a_plan_that_can_be_launched_is_an_alternative_to_one_that_cannot() -> None:
-    task = {"seq_len": 4096, "global_batch_size": 16, "method": "qlora"}
-    advice = recommend_plan("qwen3-32b", "2xrtx-5090-32gb", **task)
+def test_a_plan_that_can_be_launched_is_an_alternative_to_one_that_is_clearly_faster() -> None:
+    advice = recommend_plan("llama-3.2-1b", "rtx-4090-24gb", seq_len=8192, global_batch_size=32)
     assert advice.plan is not None
-    assert why_not_trained(advice.plan) is not None, "sequences are split over a quantized base"
+    assert why_not_trained(advice.plan) is not None, "a chunked loss under ZeRO-3"
     other, text = advice.alternatives[0]
     assert why_not_trained(other) is None and "can be launched here" in text
+    assert other.step().seconds > 1.1 * advice.plan.step().seconds
+
+
+QLORA = {"seq_len": 4096, "global_batch_size": 16, "method": "qlora"}
+LONG_LORA = {"seq_len": 8192, "global_batch_size": 16, "method": "lora"}
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "recipe"),
+    [
+        # Sequences split over a quantized base were the advice, no tenth faster.
+        ("qwen3-32b", "2xrtx-5090-32gb", QLORA),
+        # A chunked loss under ZeRO-3 with offload was the advice, as fast as these.
+        ("llama-3.1-8b", "8xrtx-4090-24gb", {}),
+        ("qwen2.5-14b", "rtx-4090-24gb", LONG_LORA),
+    ],
+    ids=["context parallel", "another micro-batch", "another framework"],
+)
+def test_a_plan_that_cannot_be_launched_gives_way_to_one_about_as_good(
+    model: str, cluster: str, recipe: dict[str, Any]
+) -> None:
+    machine = replace(ss.Cluster.parse(cluster), host_memory_bytes=512 * 2**30)
+    advice = ss.recommend(ss.models[model], machine, ss.Recipe(**recipe))
+    assert advice.plan is not None and why_not_trained(advice.plan) is None
+    assert advice.plan.memory().verdict == "fits"
+    assert not any("can be launched here" in text for _, text in advice.alternatives)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision"), [(f"8x{H100}", "bf16-mixed"), ("8xv100-sxm-32gb", "fp16-mixed")]
+)
+def test_mixed_precision_is_the_first_alternative_to_fp32(cluster: str, precision: str) -> None:
+    """Other layouts that are 7 and 26 % faster were named, and not bf16, which is several times as fast."""
+    advice = recommend_plan("llama-3.2-1b", cluster, precision="fp32")
+    assert advice.plan is not None and advice.plan.recipe.precision == "fp32"
+    other, text = advice.alternatives[0]
+    assert other.recipe.precision == precision and other.layout == advice.plan.layout
+    assert other.step().seconds < advice.plan.step().seconds / 2 and "faster" in text
+    plain = recommend_plan("llama-3.2-1b", cluster, precision=precision)
+    assert all(plan.recipe.precision == precision for plan, _ in plain.alternatives)
+
+
+def test_a_launchable_alternative_may_need_host_memory_of_unknown_size() -> None:
+    advice = recommend_plan("llama-3.1-8b", "8xrtx-4090-24gb")
+    assert advice.plan is not None and why_not_trained(advice.plan) is not None
+    other, text = advice.alternatives[0]
+    assert why_not_trained(other) is None and "host memory" in text and "does not state" in text
 
 
 def test_every_tight_alternative_is_called_tight() -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.requirements import thorough
 
 import shardscope as ss
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.differences import Difference, find_differences
 from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.combined_changes import (
@@ -50,6 +51,16 @@ def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
     # On the same GPUs, and what is learnt stays the same.
     assert way.plan.cluster == plan.cluster and way.plan.recipe.method == plan.recipe.method
     assert way.plan.recipe.global_batch_size == plan.recipe.global_batch_size
+
+
+def test_adapters_where_nothing_else_fits_can_be_launched_and_have_room() -> None:
+    """QLoRA with Liger kernels was the answer: tight, and no engine here has them."""
+    cluster = replace(ss.Cluster.parse("8xh100-sxm-80gb"), host_memory_bytes=1000 * 2**30)
+    plan = ss.Plan(ss.models["llama-3.1-70b"], cluster, ss.Recipe(), ss.Layout.fsdp2())
+    change = combine_changes(plan)
+    assert change is not None and change.plan.recipe.has_adapters
+    assert is_trained(plan) and is_trained(change.plan)
+    assert has_room(change.plan) and not change.plan.memory().is_tight
 
 
 @thorough()

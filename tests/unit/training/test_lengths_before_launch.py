@@ -67,7 +67,7 @@ def test_fewer_prompts_for_samples_than_requested_are_reported(folder: Path, tmp
         check_launch(folder, [SHORT] * 600 + [other], tmp_path, samples=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_launch(folder, [SHORT] * 600 + [other], tmp_path, samples=2)
+        check_launch(folder, [SHORT] * 600 + [other], tmp_path, samples=2, export=True)
 
 
 def test_a_text_shorter_than_a_sequence_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from shardscope.core.errors import (
     check_printable,
     refuse,
 )
+from shardscope.core.fixes import refuse_unknown_keywords
 from shardscope.core.layer_parts import LatentAttention, MixtureOfExperts
 from shardscope.core.serialization import Serializable, read_parts
 from shardscope.core.size_limits import LIMITS, check_size, check_size_field
@@ -39,6 +40,7 @@ TokenArray = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 Tokens = int | TokenArray
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class Architecture(Serializable):
     """The shape of a decoder-only language model, with the field names of Hugging Face configs.

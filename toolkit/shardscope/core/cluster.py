@@ -19,6 +19,7 @@ from shardscope.core.errors import (
     find_similar,
     refuse,
 )
+from shardscope.core.fixes import refuse_unknown_keywords
 from shardscope.core.serialization import Serializable, read_parts
 
 MAX_BYTES = 2**50
@@ -33,6 +34,7 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32", "fp8")
 VENDORS = ("nvidia", "amd", "cpu")
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class Link(Serializable):
     """A link between GPUs, nodes, or a GPU and its host. Raises ``ValueError`` for bad values."""
@@ -54,6 +56,7 @@ BEFORE_AMPERE = ("volta", "turing")
 """GPU generations without bf16 and without torch's flash attention."""
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class Gpu(Serializable):
     """One GPU type. Unknown figures are None, never guessed. Raises ``ValueError`` for bad values."""
@@ -146,6 +149,7 @@ class Gpu(Serializable):
         return type(self).from_dict, (self.to_dict(),)  # pickle and copy refuse a read-only mapping
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Serializable):
     """The GPU inventory: ``num_nodes`` equal nodes of ``gpus_per_node`` equal GPUs.

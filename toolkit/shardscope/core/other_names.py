@@ -27,6 +27,15 @@ _NAMES_ELSEWHERE = {
     "num_steps": ("steps", "max_steps", "train_iters"),
     "num_epochs": ("epochs", "max_epochs", "num_train_epochs"),
     "arguments": ("args",),
+    # Slurm's and Ray's GPUs of a node, GPT-2's and Megatron-LM's sizes of a model
+    "gpus_per_node": ("num_gpus", "n_gpus", "ngpus", "nproc_per_node", "num_gpus_per_node"),
+    "num_nodes": ("nodes", "nnodes"),
+    "num_hidden_layers": ("layers", "num_layers", "n_layer", "n_layers"),
+    "hidden_size": ("hidden", "n_embd", "d_model", "dim"),
+    "num_attention_heads": ("heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("n_kv_heads", "num_kv_heads", "num_query_groups"),
+    "intermediate_size": ("ffn_hidden", "n_inner", "d_ff"),
+    "vocab_size": ("vocab", "n_vocab"),
 }
 """Our name -> names of other tools, in lower case and without "_size" and "_degree"."""
 _OURS = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names}

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from shardscope.frameworks.registry import frameworks
+from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.timing.paging import count_evicted_bytes, count_paged_bytes
 
 if TYPE_CHECKING:
+    from shardscope.core.cluster import Cluster
     from shardscope.core.plan import Plan
     from shardscope.memory.report import MemoryReport
 
@@ -85,6 +87,22 @@ def find_shortages(plan: Plan, report: MemoryReport) -> list[MemoryNeed]:
 def fits(plan: Plan, report: MemoryReport) -> bool:
     """Return whether every kind of memory of known size is large enough."""
     return not find_shortages(plan, report)
+
+
+def compute_loose_headroom(cluster: Cluster) -> int:
+    """Return the bytes of each GPU that a plan leaves free that is not tight."""
+    # A search counts free bytes, the verdict a share.
+    usable = cluster.usable_bytes_per_gpu
+    return usable - usable * TIGHT_PERCENT // 100
+
+
+def relies_on_unknown_memory(plan: Plan, report: MemoryReport, than: Plan, than_report: MemoryReport) -> bool:
+    """Return whether ``plan`` needs more memory than the plan ``than`` of a kind whose size is not known."""
+    needed = {need.name: need.needed_bytes for need in list_memory_needs(than, than_report)}
+    return any(
+        need.room_bytes is None and need.needed_bytes > needed.get(need.name, 0)
+        for need in list_memory_needs(plan, report)
+    )
 
 
 def _on_a_node(plan: Plan, by_stage: list[int]) -> int:

@@ -137,9 +137,12 @@ def recommend(
     No evaluated plan, and no plan of a search over all layouts, is as simple as the recommended one and
     better: faster and leaner, over 10 % faster and not tight, or, if the recommended one is tight, not tight
     and less than a third slower. None takes one more option or degree, or the next framework by effort, and
-    is 1.5 times as fast and leaner or not tight. ``current`` is the plan that the user has on screen; if it
-    fits with room and is as fast within the usual prediction error (10 %), the advice is to keep it. A
-    ``current`` for another model, cluster or task is ignored.
+    is 1.5 times as fast and leaner or not tight. A plan whose recipe its engine does not train gives way
+    to one of the same framework that can be launched, if that is as fast within 10 % and no tighter.
+
+    ``current`` is the plan that the user has on screen; if it fits with room and is as fast within the usual
+    prediction error (10 %), the advice is to keep it. A ``current`` for another model, cluster or task is
+    ignored.
 
     ``progress(message, fraction)`` is called before each question, and repeatedly by the search over all
     layouts; it may end the advice by raising, with any error but a ``ValueError``.
@@ -240,6 +243,7 @@ def _list_questions(cluster: Cluster) -> tuple[Callable[[QuestionPath], None], .
         last_questions.ask_room,
         last_questions.ask_plan_on_screen,
         last_questions.ask_dominating_plan,
+        last_questions.ask_launch,
         last_questions.ask_overlap,
         # Their answers describe the plan, so they come after the last question that may replace it.
         *(across if several else ()),
@@ -334,7 +338,11 @@ def _describe_speed(best: EvaluatedPlan, alternatives: Sequence[Alternative]) ->
         return "."
     error = f"{100 * (PAYS - 1):.0f} %, our usual prediction error"
     sentence = f", and no layout that the questions lead to is faster by more than {error}."
-    here = [plan for plan, _ in alternatives if plan.cluster == best.plan.cluster]
+    here = [
+        plan
+        for plan, _ in alternatives
+        if plan.cluster == best.plan.cluster and plan.recipe.precision == best.plan.recipe.precision
+    ]
     if any(plan.step().seconds * PAYS < best.seconds for plan in here):
         sentence += " A layout of the search is: it is among the alternatives."
     return sentence

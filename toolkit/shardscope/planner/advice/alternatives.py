@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.core.cluster import name_device
+from shardscope.core.cluster import choose_mixed_precision, name_device
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice import descriptions, layout_ladder
@@ -53,6 +53,7 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
         return []
     # First what corrects the request itself: a format that the GPUs lack, a batch that does not divide.
     alternatives = _describe_if_any(_try_fp16(evaluator, advised), evaluator)
+    alternatives += _list_mixed_precision(evaluator, advised)
     alternatives += try_even_batch(evaluator, advised)
     alternatives += _list_launchable(path, advised)
     settings = try_single_settings(path, advised)
@@ -91,6 +92,21 @@ def list_alternatives(path: QuestionPath) -> list[tuple[Plan, str]]:
     return alternatives + settings
 
 
+def _list_mixed_precision(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> list[tuple[Plan, str]]:
+    """Return the recommended layout in mixed precision, for fp32 on GPUs that are clearly faster with it."""
+    if evaluator.recipe.precision != "fp32" or not advised.plan.on_gpu:
+        return []
+    mixed = choose_mixed_precision(evaluator.cluster.gpu)
+    in_mixed = _replace_recipe(evaluator, precision=mixed)
+    best = in_mixed.evaluate_layout(advised.plan.layout).best
+    best = best and in_mixed.with_room(best)
+    if best is None or not is_faster(best, advised) or (best.report.is_tight and not advised.report.is_tight):
+        return []
+    gain = describe_gain(descriptions.name_plan(best.plan, evaluator.recipe), best, advised)
+    kind = mixed.removesuffix("-mixed")
+    return [(best.plan, f"In {kind}, with trained weights and optimizer still in fp32: {gain}")]
+
+
 def _list_launchable(path: QuestionPath, advised: EvaluatedPlan) -> list[tuple[Plan, str]]:
     """Return the fastest plan so far, or of the search, that can be launched here, if the recommended one
     cannot and is not over a third faster."""
@@ -108,7 +124,8 @@ def _list_launchable(path: QuestionPath, advised: EvaluatedPlan) -> list[tuple[P
     if is_faster(advised, best, SAFE):
         return []
     gain = describe_gain(descriptions.name_plan(best.plan, evaluator.recipe), best, advised)
-    return [(best.plan, f"{gain} It can be launched here.")]
+    unknown = descriptions.describe_unknown_memory(best)
+    return [(best.plan, f"{gain} It can be launched here. {unknown}".strip())]
 
 
 def _list_looser_optimizers(requested: PlanEvaluator) -> list[tuple[Plan, str]]:

@@ -12,8 +12,8 @@ from shardscope.frameworks.accelerate.plugin_fields import PLUGIN_FIELDS, TITLE
 from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice import descriptions
-from shardscope.planner.advice.plan_evaluator import LEAST_GAIN, PAYS, WORTH_A_SETTING
-from shardscope.planner.advice.plans_from_search import WORTH_ONE_MORE, find_better
+from shardscope.planner.advice.plan_evaluator import LEAST_GAIN, PAYS, WORTH_A_SETTING, is_recipe_refused
+from shardscope.planner.advice.plans_from_search import WORTH_ONE_MORE, find_better, find_launched_as_good
 from shardscope.planner.advice.question_path import describe_figures
 from shardscope.planner.advice.simplicity import is_dominating
 from shardscope.planner.repairs.savings import find_savings
@@ -146,6 +146,30 @@ def ask_dominating_plan(path: QuestionPath) -> None:
         "if only the other one is tight. Each further option or degree, or the next framework by effort, is "
         f"worth it if the step is {WORTH_ONE_MORE:g} times as fast.",
         current,
+        taken=True,
+    )
+
+
+def ask_launch(path: QuestionPath) -> None:
+    """Ask whether the framework's engine trains the recipe in this layout; if not, a plan that can be
+    launched and is about as good replaces it."""
+    current = path.current
+    # A package that is missing here may be installed where the plan will run.
+    if current is None or path.keeps_on_screen or not is_recipe_refused(current.plan):
+        return
+    launched = find_launched_as_good(path.evaluator, path.ranking, current, path.familiar)
+    if launched is None:
+        return
+    path.set_current(OUTDOES, launched)
+    loose = ", which is not tight" if current.report.is_tight and not launched.report.is_tight else ""
+    path.record_turn(
+        OUTDOES,
+        "Can it be launched here?",
+        f"No, but {path.name_plan(launched)}{loose} can, {path.compare_plans(launched, current)}.",
+        describe_figures(launched),
+        "A plan that Shardscope plans but does not train has to be clearly faster, or fit where no other "
+        "does.",
+        launched,
         taken=True,
     )
 

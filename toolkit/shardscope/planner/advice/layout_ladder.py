@@ -16,7 +16,9 @@ from shardscope.planner.advice.plan_evaluator import (
     Outcome,
     PlanEvaluator,
     find_fastest,
+    is_clearly_better,
     is_faster,
+    is_recipe_refused,
 )
 
 if TYPE_CHECKING:
@@ -100,11 +102,12 @@ def choose_outcome(evaluator: PlanEvaluator, rung: Rung, familiar: Collection[st
     rule = next(iter(by_framework))
     for name, layouts in by_framework.items():
         # Other frameworks are evaluated only where they could decide: some take longer to compute.
-        if not outcomes or not outcomes[rule].best or name in familiar:
+        best = outcomes[rule].best if outcomes else None
+        if best is None or is_recipe_refused(best.plan) or name in familiar:
             outcomes[name] = _choose_first_or_faster(
                 [evaluator.evaluate_layout(layout) for layout in layouts]
             )
-            rule = next((one for one, outcome in outcomes.items() if outcome.best), rule)
+            rule = _choose_rule(outcomes, rule)
     # A familiar framework replaces the rule unless the rule's plan is faster by more than the prediction
     # error.
     known = [name for name in outcomes if name in familiar]
@@ -114,6 +117,21 @@ def choose_outcome(evaluator: PlanEvaluator, rung: Rung, familiar: Collection[st
             if familiar_best and (ours is None or not is_faster(ours, familiar_best, PAYS)):
                 return outcomes[name]
     return outcomes[rule]
+
+
+def _choose_rule(outcomes: Mapping[str, Outcome], first: str) -> str:
+    """Return the first framework whose plan fits; ``first`` if none fits. If its engine does not train that
+    plan, the first one whose engine does and whose plan is about as good."""
+    fitting = {name: outcome.best for name, outcome in outcomes.items() if outcome.best}
+    rule = next(iter(fitting), first)
+    if not fitting or not is_recipe_refused(fitting[rule].plan):
+        return rule
+    launched = (
+        name
+        for name, best in fitting.items()
+        if is_trained(best.plan) and not is_clearly_better(fitting[rule], best)
+    )
+    return next(launched, rule)
 
 
 def _choose_first_or_faster(outcomes: list[Outcome]) -> Outcome:
@@ -128,7 +146,7 @@ def _choose_first_or_faster(outcomes: list[Outcome]) -> Outcome:
     if not launched:
         return first
     other = _choose_worth_its_setting(launched)
-    return first if first.best and other.best and _is_better(first.best, other.best) else other
+    return first if first.best and other.best and is_clearly_better(first.best, other.best) else other
 
 
 def _choose_worth_its_setting(outcomes: list[Outcome]) -> Outcome:
@@ -138,12 +156,6 @@ def _choose_worth_its_setting(outcomes: list[Outcome]) -> Outcome:
         if outcome.best and first.best and is_faster(outcome.best, first.best, WORTH_A_SETTING):
             first = outcome
     return first
-
-
-def _is_better(best: EvaluatedPlan, launched: EvaluatedPlan) -> bool:
-    """Return whether a plan is clearly better than one that can be launched here: by more than the prediction
-    error, or because only the other one is tight."""
-    return is_faster(best, launched) or (launched.report.is_tight and not best.report.is_tight)
 
 
 def _get_shortage(outcome: Outcome) -> float:
@@ -171,7 +183,7 @@ def try_megatron(evaluator: PlanEvaluator) -> Outcome:
         refusal = refusal or outcome.refusal
     best = find_fastest(runs)
     launched = find_fastest(run for run in runs if is_trained(run.plan))
-    if best is not None and launched is not None and not _is_better(best, launched):
+    if best is not None and launched is not None and not is_clearly_better(best, launched):
         best = launched
     if best is None:
         return Outcome(

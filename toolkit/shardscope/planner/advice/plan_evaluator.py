@@ -18,7 +18,7 @@ from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.accelerate.limits import why_not_started
-from shardscope.frameworks.registry import frameworks, is_trained
+from shardscope.frameworks.registry import check_trained, frameworks, is_trained
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages
 from shardscope.planner.repairs.single_changes import OFFLOADS
 from shardscope.prediction.support import list_supported
@@ -176,14 +176,18 @@ class PlanEvaluator:
                 runs.append(trial)
                 if trial.fits and not trial.report.is_tight:
                     break  # A smaller micro-batch fits as well, and is no faster.
-            if has_offload(layout) and runs and runs[-1].fits and not runs[-1].report.is_tight:
-                break  # The host link decides the time, whatever else changes.
+            # With offload the host link decides the time, whatever else changes; but a plan may not be
+            # launched with another loss.
+            last = runs[-1] if runs and has_offload(layout) else None
+            is_enough = last is not None and last.fits and not last.report.is_tight
+            if last and is_enough and (last.plan.recipe.loss == self.recipe.loss or is_trained(last.plan)):
+                break
         # 3. The fastest of all that fit; otherwise the one with the smallest shortage.
         refusal = wanted if isinstance(wanted, str) else None
         as_wanted = wanted if isinstance(wanted, EvaluatedPlan) else None
         if not runs:
             return Outcome(None, None, None, refusal)
-        best = _choose_fastest(runs, self.recipe)
+        best = _choose_launched_or_better(runs, self.recipe)
         nearest = None if best else min(runs, key=lambda evaluated: evaluated.shortage)
         return Outcome(as_wanted, best, nearest, refusal)
 
@@ -261,9 +265,11 @@ class PlanEvaluator:
         if recipe.loss == self.recipe.loss:
             return evaluated
         whole = self.evaluate_fitting_plan(evaluated.plan.layout, replace(recipe, loss=self.recipe.loss))
-        if whole is None or whole.report.is_tight or is_faster(evaluated, whole, WORTH_A_SETTING):
+        if whole is None or whole.report.is_tight:
             return evaluated
-        return whole
+        only_whole_is_launched = is_trained(whole.plan) and not is_trained(evaluated.plan)
+        least = PAYS if only_whole_is_launched else WORTH_A_SETTING
+        return evaluated if is_faster(evaluated, whole, least) else whole
 
     def _list_larger(self, evaluated: EvaluatedPlan, loss: Loss | None) -> Iterator[EvaluatedPlan]:
         """Yield plans with this loss that are not tight: larger micro-batches, or less recomputation."""
@@ -350,6 +356,31 @@ def _list_larger_sizes(plan: Plan) -> list[int]:
     """Return the micro-batch sizes that divide the batch of a replica, from the plan's own on."""
     sizes = list_divisors(plan.recipe.global_batch_size // plan.degrees.data_parallel)
     return [size for size in sizes if plan.recipe.micro_batch_size <= size <= LARGEST_MICRO_BATCH]
+
+
+def _choose_launched_or_better(runs: list[EvaluatedPlan], wanted: Recipe) -> EvaluatedPlan | None:
+    """Return the fastest run that can be launched here, unless one that cannot is clearly better."""
+    best = _choose_fastest(runs, wanted)
+    if best is None or is_trained(best.plan):
+        return best
+    launched = _choose_fastest([run for run in runs if is_trained(run.plan)], wanted)
+    return best if launched is None or is_clearly_better(best, launched) else launched
+
+
+def is_recipe_refused(plan: Plan) -> bool:
+    """Return whether the engine does not train the plan's recipe in its layout, whatever is installed."""
+    try:
+        with without_fix_search():
+            check_trained(plan)
+    except FieldError as refusal:
+        return refusal.field.startswith("Recipe.")
+    return False
+
+
+def is_clearly_better(best: EvaluatedPlan, launched: EvaluatedPlan) -> bool:
+    """Return whether a plan is clearly better than one that can be launched here: by more than the prediction
+    error, or because only the other one is tight."""
+    return is_faster(best, launched) or (launched.report.is_tight and not best.report.is_tight)
 
 
 def _choose_fastest(runs: list[EvaluatedPlan], wanted: Recipe) -> EvaluatedPlan | None:

@@ -20,6 +20,7 @@ from shardscope.planner.advice.plan_evaluator import (
     EvaluatedPlan,
     PlanEvaluator,
     find_fastest,
+    is_clearly_better,
     is_faster,
 )
 from shardscope.planner.advice.simplicity import (
@@ -27,7 +28,7 @@ from shardscope.planner.advice.simplicity import (
     compute_simplicity_of_rows,
     is_dominating,
 )
-from shardscope.planner.memory_needs import list_memory_needs
+from shardscope.planner.memory_needs import list_memory_needs, relies_on_unknown_memory
 from shardscope.planner.search.search import search
 from shardscope.timing.report import format_seconds
 
@@ -188,12 +189,70 @@ def find_alternatives(
 
 
 def find_launched(
-    evaluator: PlanEvaluator, ranking: Ranking, advised: EvaluatedPlan, familiar: Collection[str]
+    evaluator: PlanEvaluator,
+    ranking: Ranking,
+    advised: EvaluatedPlan,
+    familiar: Collection[str],
+    *,
+    same_framework: bool = False,
 ) -> EvaluatedPlan | None:
-    """Return the simplest of the plans that can be launched here and are near the fastest of these."""
-    rows = _list_rows_with_room(ranking, advised)
-    seconds = ranking.get_step_seconds(rows)
-    return _find_simplest_near_fastest(evaluator, ranking, rows, familiar, seconds)
+    """Return the simplest of the plans that can be launched here and are near the fastest of these; None if
+    they take over a third longer than ``advised``.
+
+    If none can be in memory of known size, one that needs memory of unknown size.
+    """
+    if advised.seconds is None:
+        return None
+    pools = (_list_rows_with_room(ranking, advised), np.flatnonzero(ranking.is_feasible & ~ranking.is_tight))
+    for pool in pools:
+        rows = pool[ranking.get_step_seconds(pool) <= SAFE * advised.seconds]
+        if same_framework:
+            is_same = [one.layout.framework == advised.plan.layout.framework for one in ranking.candidates]
+            rows = rows[np.array(is_same, bool)[ranking.owners(rows)]]
+        seconds = ranking.get_step_seconds(rows)
+        launched = _find_simplest_near_fastest(evaluator, ranking, rows, familiar, seconds)
+        if launched is not None:
+            return launched
+    return None
+
+
+def find_launched_as_good(
+    evaluator: PlanEvaluator, ranking: Ranking | None, advised: EvaluatedPlan, familiar: Collection[str]
+) -> EvaluatedPlan | None:
+    """Return the simplest plan of the same framework that can be launched here and is about as good as
+    ``advised``, which cannot; None if there is none."""
+    runs = [one for one in evaluator.fitting.values() if evaluator.trains_the_same(one.plan.recipe)]
+    searched = (
+        None if ranking is None else find_launched(evaluator, ranking, advised, familiar, same_framework=True)
+    )
+    # Large runs on hundreds of GPUs keep the framework made for them.
+    near = [
+        one
+        for one in [*runs, *([searched] if searched else [])]
+        if is_trained(one.plan)
+        and one.plan.layout.framework == advised.plan.layout.framework
+        and _is_about_as_good(one, advised)
+        # Memory of unknown size may not be there.
+        and not relies_on_unknown_memory(one.plan, one.report, advised.plan, advised.report)
+    ]
+    return min(
+        near,
+        key=lambda one: (
+            one.report.is_tight,
+            compute_simplicity(one.plan, evaluator.recipe, familiar),
+            one.seconds or 0.0,
+        ),
+        default=None,
+    )
+
+
+def _is_about_as_good(evaluated: EvaluatedPlan, advised: EvaluatedPlan) -> bool:
+    if evaluated.seconds is None or advised.seconds is None:
+        return False
+    # A tight plan may not run at all, so a looser one may cost as much as recomputation could.
+    if advised.report.is_tight and not evaluated.report.is_tight:
+        return not is_faster(advised, evaluated, SAFE)
+    return not is_clearly_better(advised, evaluated)
 
 
 def describe_alternative(evaluated: EvaluatedPlan, advised: EvaluatedPlan, evaluator: PlanEvaluator) -> str:

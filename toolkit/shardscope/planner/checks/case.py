@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.serialization import replace_fields
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice.descriptions import compare_seconds
+from shardscope.planner.advice.plan_evaluator import SAFE
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.memory_needs import fits
 
@@ -55,6 +57,10 @@ class Case:
         except ValueError:
             return []
 
+    def keeps_launch(self, other: Plan) -> bool:
+        """Return whether ``other`` can be launched here, if the plan under inspection can be."""
+        return is_trained(other) or not is_trained(self.plan)
+
     def get_share(self, part: Part) -> float:
         """Return the share of the step spent in ``part``; 0 if the step is not known."""
         return 0.0 if self.step is None else self.step.parts[part] / self.step.seconds
@@ -65,6 +71,21 @@ class Case:
         if self.step is None:
             return 0.0
         return 1 - self.step.tokens_per_second / variant.step.tokens_per_second
+
+    def find_best(self, candidates: Iterable[Variant]) -> Variant | None:
+        """Return the fastest variant; a tight one only if it is over a third faster than the others, and than
+        the plan itself if that has room."""
+        variants = list(candidates)
+        fastest = find_fastest(variants)
+        if fastest is None or not fastest.memory.is_tight:
+            return fastest
+        loose = find_fastest(variant for variant in variants if not variant.memory.is_tight)
+        enough = fastest.step.tokens_per_second / SAFE
+        if loose is not None:
+            return fastest if loose.step.tokens_per_second < enough else loose
+        is_loose = self.memory is not None and bool(self.has_room) and not self.memory.is_tight
+        is_much_faster = self.step is not None and self.step.tokens_per_second < enough
+        return None if is_loose and not is_much_faster else fastest
 
     def describe_speedup(self, variant: Variant) -> str:
         """Return how much faster ``variant`` is for the same tokens, as text: ``34 % faster``, as advice

@@ -124,6 +124,21 @@ def _is_loose(plan: Plan) -> bool:
     return all(requirement.num_ranks == 1 for requirement in _get_format(plan).requirements.values())
 
 
+def check_kept_weights(case: Case) -> Iterator[Finding]:
+    """Report a fine-tune that ends without a checkpoint and without exported weights."""
+    # A model that is trained from random weights is seldom wanted for itself; a fine-tuned one always is.
+    if getattr(case.task, "weights", None) is None or not getattr(case.task, "loses_weights", False):
+        return
+    yield Finding(
+        name="trained-weights-not-kept",
+        severity="warning",
+        why="The run neither exports the trained weights nor saves a checkpoint: they are lost at its end.",
+        number=None,
+        change="export=True",
+        task=replace_task_fields(case.task, export=True),
+    )
+
+
 def check_resumed_checkpoint(case: Case) -> Iterator[Finding]:
     """Report the differences between a task and the checkpoint of another plan that it resumes from."""
     path = getattr(case.task, "resume_from", None)

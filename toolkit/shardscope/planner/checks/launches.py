@@ -1,15 +1,19 @@
-"""Launch-bound steps: the GPU waits while the host starts kernels."""
+"""Micro-batches that are too small: the GPU waits while the host starts kernels, or for what each micro-batch
+transfers again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardscope.core.cluster import name_device
 from shardscope.core.finding import Finding
+from shardscope.core.number_format import format_gib
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice.plan_evaluator import SAFE
 from shardscope.planner.checks.case import (
+    NOTICEABLE,
     Case,
     Change,
     Variant,
@@ -21,10 +25,12 @@ from shardscope.planner.checks.number_format import format_percent
 from shardscope.prediction.step import predict_step
 from shardscope.prediction.support import list_supported
 from shardscope.timing.calibration.curves import select_rates
-from shardscope.timing.report import format_seconds
+from shardscope.timing.report import Part, format_seconds
 
 LAUNCH_BOUND = 0.1
 """Share of the step spent waiting for launches from which it is worth reporting."""
+MUCH_FASTER = 0.1
+"""Share of the step from which a larger micro-batch is worth reporting: the usual error of a prediction."""
 _FEWER_KERNELS = ("compiled", "liger")
 """Values of ``Recipe.kernels`` that fuse operators."""
 _MAX_GROWTH = 32
@@ -111,3 +117,61 @@ def _describe_change(plan: Plan, variant: Variant) -> str:
         parts.append(f"{changed.kernels} kernels")
     tight = ", which is tight" if variant.memory.is_tight else ""
     return " and ".join(parts).capitalize() + tight
+
+
+# ---- Micro-batches that repeat transfers
+
+
+_REPEATED: dict[Part, str] = {
+    "gathers": "all-gathers the weights again",
+    "gradients": "reduces or adds up gradients again",
+    "offload": "moves state to and from the host again",
+}
+"""Work of each micro-batch that does not grow with it."""
+
+
+def check_repeated_transfers(case: Case) -> Iterator[Finding]:
+    """Report accumulation over micro-batches that each transfer weights or gradients again, although a larger
+    micro-batch fits and is clearly faster."""
+    plan = case.plan
+    # Pipeline stages need many micro-batches (check_pipeline_bubble).
+    if case.step is None or case.memory is None or not case.has_room or plan.degrees.pp > 1:
+        return
+    if plan.num_micro_batches == 1 or max(case.get_share(part) for part in _REPEATED) < MUCH_FASTER:
+        return
+    factors = (factor for factor in range(2, _MAX_GROWTH + 1) if plan.num_micro_batches % factor == 0)
+    changes: list[Change] = [
+        ({"micro_batch_size": factor * plan.recipe.micro_batch_size}, {}) for factor in factors
+    ]
+    variants = [
+        variant
+        for variant in evaluate_variants(plan, changes)
+        if not variant.memory.is_tight
+        and case.compute_gain(variant) >= MUCH_FASTER
+        and case.keeps_launch(variant.plan)
+    ]
+    fastest = find_fastest(variants)
+    # A launch-bound step has a finding with the same change.
+    if fastest is None or any(check_launch_bound(case)):
+        return
+    # The smallest micro-batch that is about as fast: activations grow with it.
+    enough = fastest.step.tokens_per_second * (1 - NOTICEABLE)
+    fixed = next(variant for variant in variants if variant.step.tokens_per_second >= enough)
+    before, after = case.step.parts, fixed.step.parts
+    part = max(_REPEATED, key=lambda name: before[name] - after[name])
+    won = case.step.seconds - fixed.step.seconds
+    # Some frameworks reduce gradients once in a step: there the gain is another, such as larger matmuls.
+    if sum(before[name] - after[name] for name in _REPEATED) < won / 2:
+        return
+    yield Finding(
+        name="micro-batches-repeat-transfers",
+        severity="warning",
+        why=f"Each of {plan.num_micro_batches} micro-batches {_REPEATED[part]}. With "
+        f"{fixed.plan.recipe.micro_batch_size} sequences in each instead of {plan.recipe.micro_batch_size}, "
+        f"a step is {format_seconds(won)} shorter ({format_percent(case.compute_gain(fixed))}), and it "
+        f"needs {format_gib(fixed.memory.peak_bytes)} of {format_gib(fixed.memory.usable_bytes)} GiB on each "
+        f"{name_device(plan.cluster)}.",
+        number=won,
+        change=f"Micro-batch {fixed.plan.recipe.micro_batch_size} instead of {plan.recipe.micro_batch_size}",
+        plan=fixed.plan,
+    )

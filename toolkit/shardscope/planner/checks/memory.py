@@ -10,13 +10,18 @@ from shardscope.core.cluster import name_device
 from shardscope.core.finding import Finding, PlanChange, Question
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
-from shardscope.frameworks.registry import is_trained
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.plan_evaluator import PAYS, SAFE, has_offload
 from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.checks.recomputation import find_recomputation
-from shardscope.planner.memory_needs import WHILE_BUILT, MemoryNeed, fits, list_memory_needs
+from shardscope.planner.memory_needs import (
+    WHILE_BUILT,
+    MemoryNeed,
+    compute_loose_headroom,
+    fits,
+    list_memory_needs,
+)
 from shardscope.planner.repairs.combined_changes import (
     describe_change,
     find_on_more_nodes,
@@ -25,7 +30,7 @@ from shardscope.planner.repairs.combined_changes import (
     search_change,
 )
 from shardscope.planner.repairs.make_it_fit import make_it_fit
-from shardscope.planner.repairs.repairs import COMBINE
+from shardscope.planner.repairs.repairs import COMBINE, MAX_TIMES_SLOWER, predict_seconds
 from shardscope.planner.repairs.single_changes import RECIPE_TEXTS
 from shardscope.prediction.support import list_supported
 
@@ -75,7 +80,7 @@ def check_tight_fit(case: Case) -> Iterator[Finding]:
     candidates = evaluate_variants(case.plan, [(change, {}) for change in changes])
     loose = [variant for variant in candidates if not variant.memory.is_tight]
     # A plan that can be launched must not become one that cannot, unless nothing else is enough.
-    launched = [variant for variant in loose if _keeps_launch(case, variant.plan)]
+    launched = [variant for variant in loose if case.keeps_launch(variant.plan)]
     best = find_fastest(launched or loose)
     # Without a single fix, a click searches all layouts, then more nodes and smaller models, which takes
     # seconds.
@@ -96,11 +101,13 @@ def check_tight_fit(case: Case) -> Iterator[Finding]:
 
 
 def _find_roomier(plan: Plan) -> PlanChange | None:
-    """Return the best plan on these GPUs that is not tight; otherwise more nodes, or a smaller model."""
-    # The search counts free bytes, the verdict a share: keep as much free as the verdict's limit leaves.
-    usable = plan.cluster.usable_bytes_per_gpu
-    kept_free = usable - usable * TIGHT_PERCENT // 100
-    change = search_change(plan, headroom_bytes=kept_free)
+    """Return the best plan on these GPUs that is not tight, of this framework unless its plans are over a
+    third slower; otherwise more nodes, or a smaller model."""
+    kept_free = compute_loose_headroom(plan.cluster)
+    change = search_change(plan, frameworks=(plan.layout.framework,), headroom_bytes=kept_free)
+    # The user chose the framework.
+    if change is None or predict_seconds(change.plan) > SAFE * predict_seconds(plan):
+        change = search_change(plan, headroom_bytes=kept_free)
     if change is None:
         starts = [PlanChange((), plan), *list_other_frameworks(plan)]
         change = find_on_more_nodes(starts, _has_ease) or find_smaller_model(starts, _has_ease)
@@ -160,11 +167,15 @@ def _describe_no_single_change(case: Case, slow: Repair | None) -> str:
     if slow is not None and case.step is not None:
         lost = format_percent(slow.seconds_lost / case.step.seconds)
         return f"{slow.change} is enough, but {lost} slower; several changes may be faster, by {COMBINE}"
+    # plan.repairs() leaves out what takes longer.
+    limit = "" if case.step is None else f" in up to {MAX_TIMES_SLOWER:g} times the time"
     enough = [repair for repair in case.repairs if fits(repair.plan, repair.plan.memory())]
     if enough:
         method = case.plan.recipe.method
-        return f"No single change that keeps method={method!r} is enough; this one is: {enough[0].change}"
-    return f"No single change is enough; several may be, by {COMBINE}"
+        return (
+            f"No single change that keeps method={method!r} is enough{limit}; this one is: {enough[0].change}"
+        )
+    return f"No single change is enough{limit}; several may be, by {COMBINE}"
 
 
 def _several_changes(plan: Plan) -> PlanChange | None:
@@ -184,15 +195,10 @@ def _find_sufficient(case: Case) -> Repair | None:
         enough,
         key=lambda repair: (
             repair.plan.recipe.precision != precision,
-            not _keeps_launch(case, repair.plan),
+            not case.keeps_launch(repair.plan),
         ),
         default=None,
     )
-
-
-def _keeps_launch(case: Case, other: Plan) -> bool:
-    """Return whether a plan can be launched here, if the one under inspection can be."""
-    return is_trained(other) or not is_trained(case.plan)
 
 
 def _report_unknown(plan: Plan, need: MemoryNeed) -> Finding:

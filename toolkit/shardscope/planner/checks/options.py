@@ -27,7 +27,7 @@ def check_unused_options(case: Case) -> Iterator[Finding]:
         severity="hint",
         why=f"{options}: {plan.layout.title} reads {'it' if len(unused) == 1 else 'them'} only "
         f"{' and '.join(dict.fromkeys(unused.values()))}, and {len(unused)} of the layout's "
-        f"option{'s' if len(unused) > 1 else ''} change{'s' if len(unused) == 1 else ''} nothing.",
+        f"options change{'s' if len(unused) == 1 else ''} nothing.",
         number=float(len(unused)),
         change=", ".join(f"{name}={value!r}" for name, value in plain.items()),
         plan=replace_plan_fields(plan, layout=plain),

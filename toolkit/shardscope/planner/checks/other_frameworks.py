@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks.case import predict_memory
-from shardscope.planner.memory_needs import fits
+from shardscope.planner.memory_needs import compute_loose_headroom, fits
 from shardscope.planner.repairs.single_changes import OFFLOADS
 
 if TYPE_CHECKING:
@@ -29,13 +29,19 @@ def find_in_other_framework(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Pl
 
 
 def search_other_frameworks(plan: Plan, is_wanted: Callable[[Plan], bool]) -> PlanChange | None:
-    """Return the search's best plan of the first other framework whose best plan ``is_wanted``."""
+    """Return the search's best plan of the first other framework whose best plan ``is_wanted``; not a tight
+    one if ``plan`` has room."""
     from shardscope.planner.repairs.combined_changes import (
         search_change,  # Not above: resuming a run needs no search.
     )
 
+    memory = predict_memory(plan)
+    has_room = memory is not None and fits(plan, memory) and not memory.is_tight
+    kept_free = compute_loose_headroom(plan.cluster) if has_room else 0
     changes = (
-        search_change(plan, frameworks=(name,)) for name in frameworks if name != plan.layout.framework
+        search_change(plan, frameworks=(name,), headroom_bytes=kept_free)
+        for name in frameworks
+        if name != plan.layout.framework
     )
     return next((change for change in changes if change and is_wanted(change.plan)), None)
 

@@ -1,4 +1,4 @@
-"""Pipeline bubbles: fewer micro-batches than stages."""
+"""Pipeline bubbles: fewer micro-batches than stages, and stages that are not interleaved."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding, PlanChange
 from shardscope.core.layout import list_divisors
-from shardscope.planner.checks.case import Case, Change, evaluate_variants, find_fastest
+from shardscope.planner.checks.case import (
+    NOTICEABLE,
+    Case,
+    Change,
+    Variant,
+    evaluate_variants,
+    find_fastest,
+)
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.repairs.combined_changes import search_change
 from shardscope.timing.pipeline import compute_bubble_seconds
+from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+
+MUCH_FASTER = 0.1
+"""Share of the step from which a bubble that need not be is a warning."""
 
 
 def check_pipeline_micro_batches(case: Case) -> Iterator[Finding]:
@@ -34,7 +45,7 @@ def check_pipeline_micro_batches(case: Case) -> Iterator[Finding]:
     sufficient = (
         variant for variant in evaluate_variants(plan, _list_changes(case)) if _has_enough(variant.plan)
     )
-    fixed = find_fastest(variant for variant in sufficient if case.compute_gain(variant) > 0)
+    fixed = case.find_best(variant for variant in sufficient if case.compute_gain(variant) > 0)
     yield Finding(
         name="fewer-micro-batches-than-stages",
         severity="danger" if share > 0.5 else "warning",
@@ -77,3 +88,76 @@ def _describe_change(case: Case, fixed: Plan) -> str:
     if batch == recipe.global_batch_size:
         return f"Micro-batch {size} instead of {recipe.micro_batch_size}"
     return f"Global batch {batch:,} instead of {recipe.global_batch_size:,} sequences"
+
+
+# ---- As many micro-batches as stages, which still wait at the start and the end of a step
+
+
+def check_pipeline_bubble(case: Case) -> Iterator[Finding]:
+    """Report a bubble that interleaved chunks or smaller micro-batches shorten (Narayanan et al. 2021,
+    section 2.2), if the whole step is shorter with them."""
+    plan = case.plan
+    # Fewer micro-batches than stages are a finding of their own.
+    if case.step is None or not case.has_room or plan.degrees.pp == 1:
+        return
+    share = case.get_share("bubble")
+    if plan.num_micro_batches < plan.degrees.pp or share < NOTICEABLE:
+        return
+    variants = [
+        variant
+        for variant in evaluate_variants(plan, _list_finer_schedules(plan))
+        if not variant.memory.is_tight
+        and case.compute_gain(variant) >= NOTICEABLE
+        and variant.step.parts["bubble"] < case.step.parts["bubble"]
+        and case.keeps_launch(variant.plan)
+    ]
+    fastest = find_fastest(variants)
+    if fastest is None:
+        return
+    # More chunks mean more transfers: of those about as fast, the one that changes least.
+    enough = fastest.step.tokens_per_second * (1 - NOTICEABLE / 2)
+    fixed = min(
+        (one for one in variants if one.step.tokens_per_second >= enough),
+        key=lambda one: (_count_changes(plan, one.plan), one.plan.degrees.vpp),
+    )
+    won, gain = case.step.seconds - fixed.step.seconds, case.compute_gain(fixed)
+    yield Finding(
+        name="pipeline-bubble",
+        severity="warning" if gain >= MUCH_FASTER else "hint",
+        why=f"The {plan.degrees.pp} pipeline stages wait for {format_percent(share)} of the step for each "
+        f"other's first and last micro-batches. With {_describe_schedule(plan, fixed)} they wait for "
+        f"{format_percent(fixed.step.parts['bubble'] / fixed.step.seconds)}, and a step is "
+        f"{format_seconds(won)} shorter ({format_percent(gain)}).",
+        number=won,
+        change=_describe_schedule(plan, fixed),
+        plan=fixed.plan,
+    )
+
+
+def _list_finer_schedules(plan: Plan) -> Iterator[Change]:
+    """Yield more chunks for each stage, smaller micro-batches, and both."""
+    layout, size = plan.layout, plan.recipe.micro_batch_size
+    chunks = [plan.degrees.vpp]
+    if "vpp" in layout.choices:
+        # Embedding and loss may count as two layers of Megatron-core.
+        most = (plan.architecture.num_hidden_layers + 2) // plan.degrees.pp
+        chunks += range(plan.degrees.vpp + 1, most + 1)
+    for smaller in reversed(list_divisors(size)):
+        for vpp in chunks:
+            if (smaller, vpp) != (size, plan.degrees.vpp):
+                yield {"micro_batch_size": smaller}, {} if vpp == plan.degrees.vpp else {"vpp": vpp}
+
+
+def _count_changes(plan: Plan, other: Plan) -> int:
+    return (other.degrees.vpp != plan.degrees.vpp) + (
+        other.recipe.micro_batch_size != plan.recipe.micro_batch_size
+    )
+
+
+def _describe_schedule(plan: Plan, variant: Variant) -> str:
+    parts, other = [], variant.plan
+    if other.degrees.vpp != plan.degrees.vpp:
+        parts.append(f"vpp={other.degrees.vpp}")
+    if other.recipe.micro_batch_size != plan.recipe.micro_batch_size:
+        parts.append(f"micro_batch_size={other.recipe.micro_batch_size}")
+    return " and ".join(parts)

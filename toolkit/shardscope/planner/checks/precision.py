@@ -1,5 +1,5 @@
-"""Checks of number formats: fp16 although bf16 is available, bf16 without hardware support on GPUs and CPUs,
-experts that are not quantized, rounded sums and updates."""
+"""Checks of number formats: fp32 or fp16 although bf16 is available, bf16 without hardware support on GPUs
+and CPUs, experts that are not quantized, rounded sums and updates."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.machine.host import multiplies_in_bf16
 from shardscope.memory.state.quantization import count_quantized
 from shardscope.planner.advice.descriptions import abbreviate_count
-from shardscope.planner.checks.case import Case, predict_memory, replace_plan_fields
+from shardscope.planner.checks.case import (
+    NOTICEABLE,
+    Case,
+    evaluate_variants,
+    find_fastest,
+    predict_memory,
+    replace_plan_fields,
+)
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.planner.checks.other_frameworks import find_in_other_framework, search_other_frameworks
 from shardscope.planner.memory_needs import find_shortages
 from shardscope.timing.calibration.store import find_calibration
+from shardscope.timing.report import format_seconds
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -50,6 +58,42 @@ def check_fp16_range(case: Case) -> Iterator[Finding]:
         number=float(FP16_MAX),
         change="Mixed precision (bf16)",
         plan=replace_plan_fields(plan, recipe={"precision": "bf16-mixed"}),
+    )
+
+
+def check_fp32_speed(case: Case) -> Iterator[Finding]:
+    """Report fp32 on a GPU whose matrix units are faster in half precision, if the step is shorter with it.
+
+    Mixed precision keeps the weights that the optimizer updates in fp32.
+    """
+    plan = case.plan
+    # On CPU ranks bf16 may be slower (check_bf16_on_cpu).
+    if plan.recipe.precision != "fp32" or case.step is None or not plan.on_gpu:
+        return
+    mixed = choose_mixed_precision(plan.cluster.gpu)
+    fixed = find_fastest(evaluate_variants(plan, [({"precision": mixed}, {})]))
+    if fixed is None or case.compute_gain(fixed) < NOTICEABLE:
+        return
+    # Neither into a tight plan, nor into one that cannot be launched, for speed alone.
+    if (fixed.memory.is_tight and not (case.memory and case.memory.is_tight)) or not case.keeps_launch(
+        fixed.plan
+    ):
+        return
+    kind = mixed.removesuffix("-mixed")
+    source = (
+        "Kalamkar et al. 2019, arXiv:1905.12322"
+        if kind == "bf16"
+        else "with a loss scale, Micikevicius et al. 2018"
+    )
+    yield Finding(
+        name="fp32-though-half-precision-is-faster",
+        severity="warning",
+        why=f"Every layer computes in fp32. In {kind}, with the trained weights and the optimizer still in "
+        f"fp32 ({source}), a step takes {format_seconds(fixed.step.seconds)} instead of "
+        f"{format_seconds(case.step.seconds)}: it is {case.describe_speedup(fixed)}.",
+        number=case.step.seconds - fixed.step.seconds,
+        change=f"Mixed precision ({kind})",
+        plan=fixed.plan,
     )
 
 

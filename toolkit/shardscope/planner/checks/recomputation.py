@@ -15,15 +15,15 @@ WORDS = {"none": "no recomputation", "selective": "selective recomputation", "fu
 
 
 def find_recomputation(case: Case) -> Variant | None:
-    """Return the fastest recomputation with which a plan fits that does not fit otherwise; None if there is
-    none or no need."""
+    """Return the best recomputation with which a plan fits that does not fit otherwise; None if there is none
+    or no need."""
     # Only for plans that are known not to fit: None means that there are no formulas.
     if case.plan.recipe.recompute != "none" or case.has_room is not False:
         return None
     values = [
         value for value in list_supported(case.plan.layout, "recompute") if value in ("selective", "full")
     ]
-    return find_fastest(evaluate_variants(case.plan, [({"recompute": value}, {}) for value in values]))
+    return case.find_best(evaluate_variants(case.plan, [({"recompute": value}, {}) for value in values]))
 
 
 def check_missing_recomputation(case: Case) -> Iterator[Finding]:

@@ -86,7 +86,7 @@ def check_shard_size(case: Case) -> Iterator[Finding]:
     candidates = evaluate_variants(
         plan, [({}, {"replicate": plan.degrees.replicate * more}) for more in copies]
     )
-    fixed = find_fastest(variant for variant in candidates if case.compute_gain(variant) > NOTICEABLE)
+    fixed = case.find_best(variant for variant in candidates if case.compute_gain(variant) > NOTICEABLE)
     if fixed is None:
         return
     few, change = _describe_replicas(fixed.plan)

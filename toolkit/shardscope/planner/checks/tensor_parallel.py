@@ -14,7 +14,6 @@ from shardscope.planner.checks.case import (
     Case,
     Change,
     evaluate_variants,
-    find_fastest,
     replace_plan_fields,
 )
 from shardscope.planner.checks.number_format import format_bandwidth, format_percent
@@ -43,7 +42,7 @@ def check_tensor_parallel_link(case: Case) -> Iterator[Finding]:
         for variant in evaluate_variants(plan, _list_changes(plan, list_divisors(tp)[:-1]))
         if case.compute_gain(variant) > NOTICEABLE
     )
-    fixed = find_fastest(faster)
+    fixed = case.find_best(faster)
     # Inside a node the plan may still be the fastest one that fits, so without a faster variant there is no
     # finding.
     if fixed is None and not crosses:

@@ -75,7 +75,7 @@ def check_cache_line_alignment(case: Case) -> Iterator[Finding]:
     also = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
     smaller = evaluate_variants(plan, [({}, {"tp": tp}) for tp in list_divisors(plan.degrees.tp)[:-1]])
     even = (variant for variant in smaller if not _weight_widths(variant.plan)[name] % ALIGNED)
-    fixed = find_fastest(variant for variant in even if case.compute_gain(variant) > 0)
+    fixed = case.find_best(variant for variant in even if case.compute_gain(variant) > 0)
     suggestion, other_model = align_width(plan, name, ALIGNED)
     if _has_given_model(case, fixed.plan if fixed else other_model):
         return

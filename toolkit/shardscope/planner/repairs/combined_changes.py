@@ -14,7 +14,9 @@ from shardscope.core.finding import PlanChange
 from shardscope.core.recipe import Method
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.registry import frameworks as known_frameworks
+from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice.descriptions import name_plan
+from shardscope.planner.advice.plan_evaluator import SAFE
 from shardscope.planner.differences import find_differences
 from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
@@ -147,10 +149,17 @@ def _drop_duplicates(candidates: list[PlanChange]) -> list[PlanChange]:
     return distinct
 
 
-def _cheapest_first(plan: Plan, candidate: PlanChange) -> tuple[bool, bool, float]:
-    """Return a sort key by time; lower precision comes last, because the preflight warns about it too."""
-    is_narrower = candidate.plan.recipe.precision != plan.recipe.precision
-    return is_narrower, math.isnan(candidate.seconds_lost), candidate.seconds_lost
+def _cheapest_first(plan: Plan, candidate: PlanChange) -> tuple[bool, bool, bool, float]:
+    """Return a sort key by time, that of tight plans a third longer.
+
+    Plans that cannot be launched come last, if ``plan`` can be, and lower precision, because the preflight
+    warns about it too.
+    """
+    changed = candidate.plan
+    is_narrower = changed.recipe.precision != plan.recipe.precision
+    loses_launch = is_trained(plan) and not is_trained(changed)
+    seconds = predict_seconds(changed) * (SAFE if changed.memory().is_tight else 1.0)
+    return is_narrower, loses_launch, math.isnan(seconds), seconds
 
 
 def _has_room(plan: Plan) -> bool:

@@ -28,7 +28,10 @@ COMBINE = "plan.make_it_fit()"
 """The function that combines changes, as text for messages."""
 
 _FITS = "The plan fits: no change is needed."
-_NOT_ALONE = f"No single change makes the plan fit. Several together may: {COMBINE}."
+_NOT_ALONE = (
+    f"No single change makes the plan fit in up to {MAX_TIMES_SLOWER:g} times the time. "
+    f"Several together may: {COMBINE}."
+)
 
 
 class Repair(NamedTuple):

@@ -181,6 +181,11 @@ class Finetune(TextTask):
         check_length(self)
 
     @property
+    def loses_weights(self) -> bool:
+        """See :class:`TextTask`."""
+        return super().loses_weights and self.early_stopping is None
+
+    @property
     def planned_steps(self) -> int | None:
         """See :class:`TextTask`."""
         # Not a default of the field: dataclasses.replace() with other data would keep it.
@@ -523,6 +528,8 @@ class Finetune(TextTask):
         """See :class:`TextTask`. Also if ``seq_len`` leaves rows of the data nothing to learn, or a prompt of
         ``samples`` no answer."""
         super().check_launch(plan, folder, name)
+        if self.loses_weights:
+            warn_user(f"The trained weights are lost when the run ends: {self._field('export')} is False.")
         if self.plain_text is None:
             check_row_lengths(self, self._rows, plan.recipe.seq_len)
         if self.samples:

@@ -262,6 +262,11 @@ class TextTask(ABC):
     # ---- common to all tasks
 
     @property
+    def loses_weights(self) -> bool:
+        """Whether a complete run has neither a checkpoint nor exported weights: what it learned is lost."""
+        return not (self.export or self.save_checkpoint or self.save_every)
+
+    @property
     def resume_from(self) -> Path | None:
         """The checkpoint to which a ``resume`` path currently resolves; None if ``resume`` is no path."""
         return find_checkpoint(self.resume) if isinstance(self.resume, Path) else None
