@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +115,7 @@ def held_up(ctx: StandInContext) -> dict[str, Any]:
 
     def fail_on_rank_1(files: StagedFiles) -> None:
         if ctx.rank == 1:
-            raise OSError("no space left")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     engine, folder = set_up_engine(ctx, plan), ctx.folder / CHECKPOINTS
     engine.save(checkpoint_path(ctx.folder, 1))
@@ -126,7 +128,7 @@ def held_up(ctx: StandInContext) -> dict[str, Any]:
     wait()
     whole = [path.name for path in list_checkpoints(ctx.folder)]
     StagedFiles.write = fail_on_rank_1
-    with pytest.raises((OSError, RuntimeError)) as refusal:
+    with pytest.raises(OSError, match="No space left") as refusal:
         engine.begin_save(checkpoint_path(ctx.folder, 3))()
     StagedFiles.write = write
     after = [path.name for path in list_checkpoints(ctx.folder)]
@@ -231,11 +233,8 @@ def test_a_checkpoint_is_listed_once_every_rank_has_written_its_shard(
     for rank in results_by_plan["held up"]:
         assert rank["listed"] == ["step-000001"]
         assert rank["whole"] == rank["after"] == ["step-000001", "step-000002"]
-        assert rank["left"] == [".step-000003.partial", "step-000001", "step-000002"]
-    assert [rank["refusal"].partition(" of ")[0] for rank in results_by_plan["held up"]] == [
-        "other ranks could not write their part",
-        "no space left",
-    ]
+        assert rank["left"] == ["step-000001", "step-000002"]
+        assert "No space left" in rank["refusal"]
 
 
 @thorough()

@@ -72,6 +72,25 @@ run.stop()
 print(run.wait(60), "|", run.reason)
 """
 
+KILLED = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+import run_tasks
+from pathlib import Path
+from run_helpers import make_plan
+from shardscope.records.folder import RunFolder
+from shardscope.records.json_files import read_json
+from shardscope.runs.launch.launch import launch
+
+folder = Path({folder!r})
+run = launch(make_plan(), run_tasks.reads_stop_and_commands, name="full", folder=folder)
+while not run.metrics():
+    time.sleep(0.1)
+run_tasks.fill(folder / "filler")
+os.kill(read_json(RunFolder(run.folder).rank(1))["pid"], signal.SIGKILL)
+print(run.wait(60), "|", run.reason)
+"""
+
 
 @slow_test
 def test_fault_22_a_hundred_megabytes_without_a_newline(plan: Any, tmp_path: Path) -> None:
@@ -127,3 +146,10 @@ def test_fault_23_a_full_disk_neither_causes_nor_hides_a_failure(tmp_path: Path)
 def test_fault_23_a_run_on_a_full_disk_is_stopped(tmp_path: Path) -> None:
     """The command could not be written: run.stop() raised, and the run went on."""
     assert on_a_small_disk(STOPPED, tmp_path).startswith("stopped | run.stop() was called")
+
+
+@slow_test
+@asks_unshare
+def test_fault_23_a_rank_that_is_killed_on_a_full_disk(tmp_path: Path) -> None:
+    """Its exit code was lost, and the reason was the error of the rank that lost it."""
+    assert on_a_small_disk(KILLED, tmp_path).startswith("failed | rank 1 was killed by SIGKILL")

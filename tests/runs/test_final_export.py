@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
 SPACE = "space"
 """File in the run folder with which its disk has room for weights."""
+NO_SPACE = "No space left"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def test_fault_23_weights_are_exported_as_soon_as_there_is_space(case: str, tmp_
     """The run failed, and the weights were lost."""
     layout, recipe = CASES[case]
     run = launch(tmp_path, layout, recipe)
-    seconds_until(lambda: "No space left" in (run.reason or "") or run.status == "failed", 120)
+    seconds_until(lambda: NO_SPACE in (run.reason or "") or run.status == "failed", 120)
     assert run.status == "running" and run.is_hanging and "free some space" in run.reason, run.error
     (run.folder / SPACE).touch()
     assert run.wait(60) == "finished", run.error
@@ -118,8 +119,23 @@ def test_fault_23_a_run_that_has_only_to_export_is_resumed(tmp_path: Path) -> No
     assert resumed.wait(120) == "finished" and resumed.model is not None, resumed.error
 
 
-def test_save_and_stop_ends_the_waiting(tmp_path: Path) -> None:
+def test_save_and_stop_waits_for_the_weights(tmp_path: Path) -> None:
+    """Nothing else has them: the run failed at once, and they were lost."""
     run = launch(tmp_path, Layout.ddp(), {})
-    seconds_until(lambda: "No space left" in (run.reason or ""), 120)
+    seconds_until(lambda: NO_SPACE in (run.reason or ""), 120)
     run.stop(checkpoint=True)
-    assert run.wait(30) == "failed" and "Nothing is kept of 2 steps" in run.reason
+    seconds_until(lambda: "ten minutes" in run.reason, 30)
+    assert run.status == "stopping" and "free some space" in run.reason
+    (run.folder / SPACE).touch()
+    assert run.wait(60) in ("finished", "stopped"), run.error
+    assert run.model is not None and NO_SPACE not in run.reason
+    assert "| steps | 2 of 2 |" in (run.model / "README.md").read_text()
+
+
+@thorough()
+def test_save_and_stop_ends_the_waiting_if_a_checkpoint_has_the_weights(tmp_path: Path) -> None:
+    run = launch(tmp_path, Layout.ddp(), {}, save_checkpoint=True)
+    seconds_until(lambda: NO_SPACE in (run.reason or ""), 120)
+    run.stop(checkpoint=True)
+    assert run.wait(30) == "stopped", run.error
+    assert "checkpoints/step-000002 is kept" in run.reason and f"resume={run.name!r}" in run.reason

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
 from ctypes.util import find_library
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,29 @@ def test_plans_raise_where_deepspeed_asserts(complaint: str, tmp_path: Path) -> 
     assert f"Nearest fix: {changed}=" in str(refused.value)
     with pytest.raises(AssertionError, match=complaint):
         train_both_ranks(plan(2, LAYOUTS["both"]), tmp_path, **FAILING[complaint])
+
+
+@dataclass(frozen=True, kw_only=True)
+class HasNoSpaceForCopies(ss.Pretrain):
+    """Its rank 0 finds no space for copies of NVMe files, the only large ones of a checkpoint."""
+
+    def __call__(self, ctx: Any) -> None:
+        send = os.sendfile
+
+        def send_if_space(target: int, source: int, *more: int) -> int:
+            if ctx.rank == 0 and os.fstat(source).st_size > 200_000:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return send(target, source, *more)
+
+        untyped: Any = os
+        untyped.sendfile = send_if_space
+        super().__call__(ctx)
+
+
+def test_fault_23_a_run_goes_on_without_copies_of_nvme_files(tmp_path: Path) -> None:
+    """Rank 0 had the error alone, and the run failed."""
+    task = HasNoSpaceForCopies(num_steps=4, save_every=2, export=True)
+    run = ss.launch(plan(2, LAYOUTS["optimizer"]), task, folder=tmp_path)
+    assert run.wait(600) == "finished", run.error
+    assert run.model is not None and not list((run.folder / "checkpoints").iterdir())
+    assert "step-000004 could not be saved: No space left" in run.reason

@@ -25,6 +25,7 @@ class OneRank:
     """The context of a run with one rank, and its engine."""
 
     rank, num_steps_done = 0, 2
+    stops_without_checkpoint = False
 
     def __init__(self, folder: Path, *errors: Exception) -> None:
         self.folder, self.engine, self.errors = folder, self, list(errors)

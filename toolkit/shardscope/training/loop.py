@@ -336,9 +336,10 @@ class Checkpoints:
             self._engine.validation_state = self.validation.describe_state()
         name = self._path.relative_to(self._ctx.folder)
         newest = next(reversed(list_resumable(self._ctx.folder)), None)
-        kept = (
-            "no checkpoint is kept" if newest is None else f"{newest.relative_to(self._ctx.folder)} is kept"
-        )
+        kept = "no checkpoint is kept"
+        if newest is not None:
+            is_best = newest.name == BEST == self._path.name
+            kept = f"{'the one before' if is_best else newest.relative_to(self._ctx.folder)} is kept"
         why = f"{name} could not be saved: {error.strerror}; {kept}"
         _print(f"warning: {why}. The run goes on. Nearest fix: {find_disk_fix(error)}")
         self._note(f"{why}. Nearest fix: {find_disk_fix(error)}")

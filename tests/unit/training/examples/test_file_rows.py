@@ -398,7 +398,8 @@ def test_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
-    ("name", "text"), [("a.jsonl", "\n \n"), ("a.csv", "prompt,completion\n\n"), ("a.tsv", "")]
+    ("name", "text"),
+    [("a.jsonl", "\n \n"), ("a.csv", "prompt,completion\n\n"), ("a.tsv", ""), ("a.json", "[\n]\n")],
 )
 def test_a_file_without_a_row_is_refused_as_such(
     name: str, text: str, streaming: bool, tmp_path: Path

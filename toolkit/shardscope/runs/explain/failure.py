@@ -55,6 +55,9 @@ CRASH_BYTES = 2**16
 FATAL_ERROR = "Fatal Python error: "
 """Start of the fault handler's output (CPython, Modules/faulthandler.c), before the stacks."""
 
+EXIT = "process_exit"
+"""Entry of a rank's own record: its line of ``exits.jsonl``, for which the disk had no space."""
+
 TRACEBACK_FRAME = re.compile(r'^  File ".*", line \d+, in .*$', re.MULTILINE)
 """A frame of an exception's traceback; faulthandler's frames have no comma before "in"."""
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
@@ -95,7 +98,7 @@ def find_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     failures = [_read_exception(folder, rank, offsets) for rank in range(world_size)]
     raised = {failure.rank for failure in failures if failure is not None}
     # A rank that was killed, or crashed in a native library, wrote no exception.
-    exits = _read_exits(folder, offsets)
+    exits = _read_exits(folder, offsets, world_size)
     for record in exits:
         if record.rank not in raised:
             failures.append(_read_death(folder, record))
@@ -292,10 +295,15 @@ class _RankExit(NamedTuple):
     """Whether its supervisor has killed it, for another rank's failure or a stop."""
 
 
-def _read_exits(folder: RunFolder, offsets: ClockOffsets) -> list[_RankExit]:
-    """Return one record per ended rank: the time of its first record and the first known exit code."""
+def _read_exits(folder: RunFolder, offsets: ClockOffsets, world_size: int = 0) -> list[_RankExit]:
+    """Return one record per ended rank: the time of its first record and the first known exit code.
+
+    ``world_size``: number of ranks whose own records are read too, for those that ``exits.jsonl`` lacks.
+    """
     exits: dict[int, _RankExit] = {}
-    for record in (line for part in _list_parts(folder) for line in read_lines(part.exits)):
+    lines = [line for part in _list_parts(folder) for line in read_lines(part.exits)]
+    without_space = ((read_json(folder.rank(rank)) or {}).get(EXIT) for rank in range(world_size))
+    for record in (*lines, *(entry for entry in without_space if isinstance(entry, dict))):
         rank, code = record.get("rank"), record.get("code")
         if is_int(rank) and (code is None or is_int(code)):
             ended = _read_time(folder, record, offsets.of_rank(rank))

@@ -26,8 +26,15 @@ from shardscope.machine.processes import die_with_parent, find_free_port, keep_e
 from shardscope.records.attempts import read_checkpoint
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.folder_checks import MAX_WORLD_SIZE, open_part
-from shardscope.records.json_files import append_line, read_json, read_lines, write_json
+from shardscope.records.json_files import (
+    append_line,
+    read_json,
+    read_lines,
+    write_json,
+    write_json_on_full_disk,
+)
 from shardscope.runs.explain.exceptions import make_exception_record
+from shardscope.runs.explain.failure import EXIT
 from shardscope.runs.launch.best_effort_output import flush_output
 from shardscope.runs.launch.environment import restore_python_path
 from shardscope.runs.launch.new_secrets import send_new_secrets
@@ -249,12 +256,16 @@ def _read_clocks() -> dict[str, float]:
 
 
 def _write_exit(folder: RunFolder, rank: int, code: int | None, when: dict[str, float] | None = None) -> None:
+    record = {**(when or _read_clocks()), "rank": rank, "code": code}
     try:
-        append_line(folder.exits, {**(when or _read_clocks()), "rank": rank, "code": code})
+        append_line(folder.exits, record)
     except OSError as error:
-        print(
-            f"rank {rank} ended with {code}, which could not be written: {error}", file=sys.stderr, flush=True
-        )
+        # On a full disk the rank's own record, which it does not write any more, has room for a few bytes.
+        try:
+            write_json_on_full_disk(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), EXIT: record})
+        except OSError:
+            problem = f"rank {rank} ended with {code}, which could not be written: {error}"
+            print(problem, file=sys.stderr, flush=True)
 
 
 def _call_notebook_launcher(

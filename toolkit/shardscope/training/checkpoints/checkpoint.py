@@ -36,6 +36,7 @@ from shardscope.training.checkpoints.temporary_folder import (
     as_os_error,
     create_temporary,
     delete_temporary,
+    raise_if_a_rank_failed,
     raise_on_all_ranks,
     raising_on_all_ranks,
     replace_folder,
@@ -105,18 +106,23 @@ def begin_save(
 
     def finish(_: object) -> None:
         # On rank 0 async_save finishes last: it writes the metadata after all ranks have written their parts.
+        error: BaseException | None = None
         try:
             future.result()
             if dist.get_rank() == 0:
                 write_position(temporary, position, list_pickled_ranges(temporary))
+        except BaseException as raised:
+            # Before the folder is deleted at once, so that the space is there for metrics.
+            error = as_os_error(raised, temporary) or raised
+        try:
+            # Nodes that share no folder each rename their own: all of them, or none.
+            raise_if_a_rank_failed(error, path, group)
             if writes_folder():
                 replace_folder(temporary, path)
             completed.set_result(None)
-        except BaseException as error:
-            # Before the folder is deleted at once, so that the space is there for metrics.
-            cause = as_os_error(error, temporary) or error
+        except BaseException as raised:
             delete_temporary(path)
-            completed.set_exception(cause)
+            completed.set_exception(raised)
 
     def wait() -> None:
         raise_on_all_ranks(completed.exception(), group)

@@ -44,10 +44,11 @@ def list_resumable(folder: Path) -> list[Path]:
     best = Path(folder) / CHECKPOINTS / BEST
     if not is_complete(best):
         return list_checkpoints(folder)
-    return sorted([best, *list_checkpoints(folder)], key=_count_steps)
+    return sorted([best, *list_checkpoints(folder)], key=count_steps)
 
 
-def _count_steps(path: Path) -> int:
+def count_steps(path: Path) -> int:
+    """Return the number of steps after which a complete checkpoint was saved; 0 if it does not say."""
     if (match := _STEP.fullmatch(path.name)) is not None:
         return int(match[1])
     num_steps = (read_json(path / POSITION_FILE) or {}).get("num_steps_done")

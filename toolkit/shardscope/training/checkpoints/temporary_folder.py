@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -95,6 +96,19 @@ def raise_on_all_ranks(
         raise OSError(*known[0]) from error
     if error is not None:
         raise error
+
+
+def raise_if_a_rank_failed(error: BaseException | None, path: Path, group: dist.ProcessGroup) -> None:
+    """Raise this rank's ``error``, or ``RuntimeError`` if another rank of ``group`` has one. Collective.
+
+    For the threads that write ``path``: :func:`raise_on_all_ranks` then tells all ranks the same.
+    """
+    failed = torch.tensor(int(error is not None))
+    dist.all_reduce(failed, group=group)
+    if error is not None:
+        raise error
+    if int(failed):
+        raise RuntimeError(f"other ranks could not write their part of {path}")
 
 
 @contextmanager

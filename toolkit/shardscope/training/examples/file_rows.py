@@ -36,6 +36,8 @@ MAX_CELL_CHARACTERS = 2**31 - 1
 """Longest cell of a CSV file; a larger limit is refused where a C long has 32 bits."""
 FIRST_BYTES = 4096
 """Bytes at the beginning of a file that show whether it is in UTF-16."""
+MAX_EMPTY_BYTES = 64
+"""Size above which a JSON file is not read to see whether it is an empty array."""
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 ExtraCell: TypeAlias = Literal["", "index", "end", "every", "some"]
@@ -129,7 +131,8 @@ def _is_blank(row: list[str]) -> bool:
 def has_rows(path: Path) -> bool:
     """Return whether a data file has a row; also true for an unreadable one, which its parser reports.
 
-    One without has only blank lines, only the header of a CSV file, or is an empty part of a Parquet set.
+    One without has only blank lines, only the header of a CSV file, an empty JSON array, or is an empty part
+    of a Parquet set.
     """
     suffix = path.suffix.lower()
     if not path.stat().st_size:
@@ -141,6 +144,8 @@ def has_rows(path: Path) -> bool:
             return bool(parquet.read_metadata(path).num_rows)
         if suffix in (*JSON_LINES, *DELIMITERS):
             return next(_iterate_first_lines(path), None) is not None
+        if suffix == ".json" and path.stat().st_size <= MAX_EMPTY_BYTES:
+            return bool(json.loads(path.read_text(encoding="utf-8-sig")) != [])
     except (OSError, ValueError, csv.Error):  # Those of pyarrow and of decoding are ValueErrors.
         return True
     return True

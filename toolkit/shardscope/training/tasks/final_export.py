@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_count
 from shardscope.machine.os_errors import find_disk_fix, is_disk_error
 from shardscope.records.folder import EXPORT, RunFolder
 from shardscope.records.json_files import read_json, write_json_on_full_disk
-from shardscope.training.checkpoints.folders import BEST, CHECKPOINTS, list_resumable
+from shardscope.training.checkpoints.folders import BEST, CHECKPOINTS, count_steps, list_resumable
 
 if TYPE_CHECKING:
     from shardscope.training.engine import TrainingContext
@@ -43,12 +43,13 @@ NUM_ATTEMPTS_OF_STOP = 50
 
 def export_when_possible(
     ctx: TrainingContext, complete: Callable[[Path], None], *, has_best: bool = False
-) -> None:
+) -> bool:
     """Export the weights into the run folder, all ranks together; ``complete`` adds files on rank 0.
 
     ``has_best``: those of :data:`BEST_EXPORT`, instead of the engine's.
-    A write that the disk does not take is repeated for about an hour, until a stop is requested. Then raises
-    ``RuntimeError`` with what is kept of the weights. Raises other errors at once.
+    A write that the disk does not take is repeated for about an hour, or for ten minutes after a stop with a
+    checkpoint. Then raises ``RuntimeError`` with what is kept of the weights. Raises other errors at once.
+    Return False if a stop gave the export up: one without a checkpoint, or if a checkpoint has the weights.
     """
     # Weights that are written are not written again, for which the disk would need their size once more.
     export_weights = partial(_move_best, ctx.folder) if has_best else partial(ctx.engine.export, EXPORT)
@@ -64,14 +65,12 @@ def export_when_possible(
             return f"{EXPORT} has the weights, but not all of their other files, such as the tokenizer"
         return _describe_kept(ctx, fix)
 
-    _repeat(
-        ctx,
-        export,
-        "the trained weights cannot be exported",
-        describe_kept,
-        NUM_ATTEMPTS,
-        is_given_up=lambda stop_requested: stop_requested,
-    )
+    def is_kept() -> bool:
+        newest = _find_newest(ctx)
+        return newest is not None and newest.num_steps_done == ctx.engine.num_steps_done
+
+    problem = "the trained weights cannot be exported"
+    return _repeat(ctx, export, problem, describe_kept, is_stopped=False, is_kept=is_kept)
 
 
 def save_when_possible(ctx: TrainingContext, save: Callable[[], None], *, is_stopped: bool) -> None:
@@ -79,21 +78,8 @@ def save_when_possible(ctx: TrainingContext, save: Callable[[], None], *, is_sto
 
     ``is_stopped``: after a stop that requested it, for less than ten minutes.
     """
-    try:
-        _repeat(
-            ctx,
-            save,
-            "the checkpoint cannot be saved",
-            partial(_describe_kept, ctx),
-            NUM_ATTEMPTS_OF_STOP if is_stopped else NUM_ATTEMPTS,
-            is_given_up=lambda _: ctx.stops_without_checkpoint,
-        )
-    except RuntimeError as error:
-        # The same on all ranks. A stop that gives the checkpoint up is no failure.
-        if not ctx.stops_without_checkpoint:
-            raise
-        if ctx.rank == 0:
-            note_for_supervisor(ctx.folder, NOT_SAVED, str(error))
+    problem, describe_kept = "the checkpoint cannot be saved", partial(_describe_kept, ctx)
+    _repeat(ctx, save, problem, describe_kept, is_stopped=is_stopped, is_kept=lambda: False)
 
 
 def _repeat(
@@ -101,33 +87,48 @@ def _repeat(
     write: Callable[[], None],
     problem: str,
     describe_kept: Callable[[str], str],
-    num_attempts: int,
     *,
-    is_given_up: Callable[[bool], bool],
-) -> None:
+    is_stopped: bool,
+    is_kept: Callable[[], bool],
+) -> bool:
     """Call ``write`` until the disk takes it, and record meanwhile why the ranks wait.
 
-    ``is_given_up`` is called with whether any stop was requested. Raises ``RuntimeError`` after
-    ``num_attempts`` or if it returns True, and other errors at once.
+    ``is_stopped``: whether a stop with a checkpoint was requested before. ``is_kept`` returns whether a
+    checkpoint has the weights. Return False if a stop gives the write up, which is no failure. Raises
+    ``RuntimeError`` after too many attempts, and other errors at once.
     """
-    began = time.monotonic()
-    for attempt in range(num_attempts):
+    began, attempt = time.monotonic(), 0
+    num_attempts = NUM_ATTEMPTS_OF_STOP if is_stopped else NUM_ATTEMPTS
+    while True:
         error = _try_to(write)
         if error is None:
             if attempt and ctx.rank == 0:
                 note_for_supervisor(ctx.folder, WAITS, "")
-            return
+            return True
         why, fix = f"{problem}: {error.strerror}", find_disk_fix(error)
         if attempt == 0:
             print(f"{why}. The ranks keep the weights, and try again every {RETRY_SECONDS:.0f} s", flush=True)
         if ctx.rank == 0:
-            period = "an hour" if num_attempts == NUM_ATTEMPTS else "ten minutes"
+            period = "ten minutes" if is_stopped else "an hour"
             waits = f"{why}. The ranks keep the weights and try again for {period}. Nearest fix: {fix}"
             note_for_supervisor(ctx.folder, WAITS, waits)
-        if _is_given_up_while_waiting(ctx, is_given_up):
+        attempt += 1
+        stop_requested = _wait_for_next_attempt(ctx, is_stopped)
+        if stop_requested and not is_stopped:
+            # The ranks are ended some time after a stop with a checkpoint.
+            is_stopped, num_attempts = True, attempt + NUM_ATTEMPTS_OF_STOP
+        is_given_up = ctx.stops_without_checkpoint or (is_stopped and is_kept())
+        if is_given_up or attempt >= num_attempts:
             break
-    waited = format_count(round((time.monotonic() - began) / 60), "minute")
-    raise RuntimeError(f"{why}, for {waited}. {describe_kept(fix)}") from error
+    minutes = round((time.monotonic() - began) / 60)
+    waited = f", for {format_count(minutes, 'minute')}" if minutes else ""
+    failure = f"{why}{waited}. {describe_kept(fix)}"
+    if not is_given_up:
+        raise RuntimeError(failure) from error
+    # Without it, through Ray, it would be a failure of the ranks.
+    if ctx.rank == 0:
+        note_for_supervisor(ctx.folder, NOT_SAVED, failure)
+    return False
 
 
 def note_for_supervisor(folder: Path, key: str, text: str) -> None:
@@ -168,21 +169,43 @@ def _try_to(write: Callable[[], None]) -> OSError | None:
     return None
 
 
-def _is_given_up_while_waiting(ctx: TrainingContext, is_given_up: Callable[[bool], bool]) -> bool:
-    """Wait until the next attempt; return whether a stop ends the waiting, the same on all ranks."""
+def _wait_for_next_attempt(ctx: TrainingContext, is_stopped: bool) -> bool:
+    """Wait until the next attempt, or for a stop other than the one of ``is_stopped``.
+
+    Return whether a stop was requested, the same on all ranks.
+    """
+    stop_requested = is_stopped
     for _ in range(round(RETRY_SECONDS / POLL_SECONDS)):
         stop_requested, _ = ctx.poll()
-        if is_given_up(stop_requested):
+        if ctx.stops_without_checkpoint or (stop_requested and not is_stopped):
             return True
         time.sleep(POLL_SECONDS)
-    return False
+    return stop_requested
+
+
+class _Kept(NamedTuple):
+    name: str
+    """Path of the checkpoint in the run folder."""
+    num_steps_done: int
+
+
+def _find_newest(ctx: TrainingContext) -> _Kept | None:
+    """Return the newest checkpoint, the same on all ranks; None if there is none."""
+    import torch
+    import torch.distributed as dist
+
+    path = next(reversed(list_resumable(ctx.folder)), None)
+    found = [None if path is None else _Kept(str(path.relative_to(ctx.folder)), count_steps(path))]
+    # Where nodes share no folder, only rank 0's has complete checkpoints. gloo, which every run has.
+    dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+    return found[0]
 
 
 def _describe_kept(ctx: TrainingContext, fix: str) -> str:
     """Return what is kept of the weights that were not written, and how to go on after ``fix``."""
     done = ctx.engine.num_steps_done
-    newest = next(reversed(list_resumable(ctx.folder)), None)
+    newest = _find_newest(ctx)
     fix = f"Nearest fix: {fix}, then launch again"
     if newest is None:
         return f"Nothing is kept of {format_count(done, 'step')}. {fix}"
-    return f"{newest.relative_to(ctx.folder)} is kept. {fix} with resume={ctx.folder.name!r}"
+    return f"{newest.name} is kept. {fix} with resume={ctx.folder.name!r}"

@@ -364,7 +364,8 @@ class TextTask(ABC):
         elif best is not None:
             print(f"the best weights, {best}, are gone: exporting the last ones", flush=True)
         complete = partial(self.complete_export, plan=ctx.plan)
-        export_when_possible(ctx, complete, has_best=exported is not None)
+        if not export_when_possible(ctx, complete, has_best=exported is not None):
+            return
         ctx.record(ENTRY, {"num_steps_done": done})
         print(f"exported {EXPORT}", flush=True)
 

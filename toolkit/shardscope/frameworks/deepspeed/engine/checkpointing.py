@@ -7,6 +7,7 @@ checkpoint loads only with the number of ranks and the ZeRO stage that wrote it.
 from __future__ import annotations
 
 import io
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from shardscope.training.checkpoints.temporary_folder import (
     create_temporary,
     delete_temporary,
     failing_alone,
+    raise_if_a_rank_failed,
     raise_on_all_ranks,
     raising_on_all_ranks,
     replace_folder,
@@ -97,20 +99,12 @@ class AsyncSave:
 
     def _write(self) -> None:
         try:
-            problem: BaseException | None = None
-            try:
-                self._files.write()
-            except OSError as error:
-                problem = error
-            # Rename the folder only if every rank has written its part.
-            failed = torch.tensor(int(problem is not None))
-            dist.all_reduce(failed, group=self._group)
-            if problem is not None:
-                raise problem
-            if int(failed):
-                raise RuntimeError(f"other ranks could not write their part of {self._path}")
-            if dist.get_rank() == 0:
-                write_position(self._temporary, self._position)
+            # Rank 0 signs the files of all ranks. Nodes that share no folder each rename their own: all of
+            # them, or none.
+            raise_if_a_rank_failed(_try_to(self._files.write), self._path, self._group)
+            complete = partial(write_position, self._temporary, self._position)
+            error = _try_to(complete) if dist.get_rank() == 0 else None
+            raise_if_a_rank_failed(error, self._path, self._group)
             if writes_folder():
                 replace_folder(self._temporary, self._path)
         except BaseException as error:
@@ -118,13 +112,44 @@ class AsyncSave:
             delete_temporary(self._path)
 
 
+def _try_to(write: Callable[[], None]) -> OSError | None:
+    """Call ``write``. Return the disk's error; None without."""
+    try:
+        write()
+    except OSError as error:
+        return error
+    return None
+
+
 def _save_state(folder: Path, engine: DeepSpeedEngine, only_trained: bool) -> None:
     with raising_on_all_ranks():
         random_state.write_states(folder)
-    with failing_alone(folder):
-        engine.save_checkpoint(
-            str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained
-        )
+    # DeepSpeed would copy its NVMe files without the other ranks, which wait for this one if they do not fit.
+    has_nvme_files = engine.zero_nvme_offload_optimizer()
+    engine.zero_nvme_offload_optimizer = lambda: False
+    try:
+        with failing_alone(folder):
+            engine.save_checkpoint(
+                str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained
+            )
+    finally:
+        del engine.zero_nvme_offload_optimizer
+    if has_nvme_files:
+        with raising_on_all_ranks():
+            _copy_nvme_files(Path(engine.optimizer.optimizer_swapper.swap_folder), folder, engine.global_rank)
+
+
+def _copy_nvme_files(source: Path, folder: Path, rank: int) -> None:
+    """Copy the files of the optimizer's state to where ``DeepSpeedEngine.load_checkpoint`` looks for them.
+
+    As ``save_checkpoint`` does: without gradients, in a folder of each rank (runtime/engine.py).
+    """
+    target = folder / TAG / "offloaded_tensors" / f"rank{rank:0>2d}"
+    for path in source.rglob("*"):
+        name = path.relative_to(source)
+        if path.is_file() and not any("gradient" in part for part in name.parts):
+            (target / name.parent).mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target / name)
 
 
 def load_checkpoint(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardscope.frameworks.megatron.engine import random_tracker
 from shardscope.frameworks.megatron.weights.export import wait_for_weights
 from shardscope.frameworks.megatron.weights.load import unwrap
+from shardscope.machine.os_errors import is_disk_error
 from shardscope.machine.processes import die_with_parent
 from shardscope.training.checkpoints import random_state
 from shardscope.training.checkpoints.pickles import (
@@ -33,6 +35,7 @@ from shardscope.training.checkpoints.pickles import (
 )
 from shardscope.training.checkpoints.position import read_position, write_position
 from shardscope.training.checkpoints.temporary_folder import (
+    as_os_error,
     create_temporary,
     delete_temporary,
     failing_alone,
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
     from shardscope.core.plan import Plan
+
+P = ParamSpec("P")
 
 FORMAT_OPTIONS = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -120,23 +125,25 @@ class AsyncSave:
             return
         error: BaseException | None = None
         try:
-            # Rank 0 alone writes megatron-core's metadata.
-            with failing_alone(self._temporary):
+            with failing_alone(self._temporary), _keeping_errors_of_rank_0(self._temporary) as errors:
                 try:
                     if not self._calls.maybe_finalize_async_calls(blocking=blocking):
                         return
                 except CheckpointException as raised:  # On all ranks.
                     error = raised
+            error = error or next(iter(errors), None)
             if error is None and dist.get_rank() == 0:
                 write_position(self._temporary, self._position, list_pickled_ranges(self._temporary))
-            if error is None and writes_folder():
-                replace_folder(self._temporary, self._path)
         except OSError as raised:
             error = raised
         # No rank may see the checkpoint as done before rank 0 has renamed it.
         self.is_done = True
         try:
             raise_on_all_ranks(error, folder=self._temporary)
+            # Nodes that share no folder each rename their own: all of them, or none.
+            with raising_on_all_ranks():
+                if writes_folder():
+                    replace_folder(self._temporary, self._path)
         except (CheckpointException, OSError) as raised:
             self._error = raised
             delete_temporary(self._path)
@@ -205,14 +212,56 @@ def _write_state(
     # From 0.17 on its default is nvidia-resiliency-ext, a package that megatron-core does not install.
     has_strategies = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
     # The folder already contains the random states; megatron-core only warns that it is not empty.
-    with failing_alone(folder):
-        return dist_checkpointing.save(
+    with failing_alone(folder), _keeping_errors_of_rank_0(folder) as errors:
+        request = dist_checkpointing.save(
             _build_state_dict(chunks, optimizer, loading=False),
             str(folder),
             async_sharded_save=asynchronous,
             content_metadata=FORMAT_OPTIONS,
             **({"async_strategy": "mcore"} if has_strategies else {}),
         )
+    raise_on_all_ranks(next(iter(errors), None))
+    return request
+
+
+@contextmanager
+def _keeping_errors_of_rank_0(folder: Path) -> Iterator[list[OSError]]:
+    """Keep the disk errors of the files that rank 0 alone writes, in the list that is yielded.
+
+    Raised at once they would leave the other ranks in megatron-core's next collective.
+    """
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+
+    # common.pt, .metadata and metadata.json. Later releases have no class for the first one.
+    writers: list[tuple[object, str]] = [
+        (serialization, "save_common"),
+        (getattr(common, "TorchCommonSaveStrategy", None), "save_common"),
+        (filesystem_async.FileSystemWriterAsync, "finish"),
+        (serialization, "save_config"),
+    ]
+    errors: list[OSError] = []
+    originals = [(owner, name, getattr(owner, name)) for owner, name in writers if hasattr(owner, name)]
+    for owner, name, write in originals:
+        setattr(owner, name, _keep_error(write, folder, errors))
+    try:
+        yield errors
+    finally:
+        for owner, name, write in originals:
+            setattr(owner, name, write)
+
+
+def _keep_error(write: Callable[P, None], folder: Path, errors: list[OSError]) -> Callable[P, None]:
+    def write_or_keep_error(*arguments: P.args, **options: P.kwargs) -> None:
+        try:
+            write(*arguments, **options)
+        except Exception as raised:
+            error = as_os_error(raised, folder)
+            if error is None or not is_disk_error(error):
+                raise
+            errors.append(error)
+
+    return write_or_keep_error
 
 
 def _get_results_queue(*_: object) -> Queue[object]:

@@ -157,7 +157,7 @@ class RunEnd:
     def decide_final_status(self, outcome: Outcome) -> FinalStatus:
         """Return the final status of the run, with the report of a failure.
 
-        The model card of a finished run is written before: its status says that the model is complete.
+        The card of an exported model is written before: the status says that the model is complete.
         """
         with contextlib.suppress(OSError):
             delete_partial_files(self.folder.path)
@@ -185,6 +185,7 @@ class RunEnd:
             details = {"error": f"{reason}.\n{log}"}
         if status == "finished":
             reason += self._describe_untrained() + self._describe_worse()
+        if status in ("finished", "stopped"):  # A stop may come while the export waits for its disk.
             self._write_model_card()
         not_saved = markers[0].get(NOT_SAVED) if markers else None
         if status in ("finished", "stopped") and isinstance(not_saved, str) and not_saved:
