@@ -15,7 +15,12 @@ import shardscope as ss
 from shardscope.catalog import links
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.planner.advice.advice import Advice, Turn, recommend
-from shardscope.planner.advice.plan_evaluator import LARGEST_MICRO_BATCH, PAYS, PlanEvaluator
+from shardscope.planner.advice.plan_evaluator import (
+    LARGEST_MICRO_BATCH,
+    PAYS,
+    PlanEvaluator,
+    is_recipe_refused,
+)
 from shardscope.planner.advice.simplicity import Simplicity, compute_simplicity
 from shardscope.planner.memory_needs import fits
 from shardscope.planner.repairs.savings import find_savings
@@ -143,6 +148,14 @@ def test_a_plan_that_cannot_be_launched_gives_way_to_one_about_as_good(
     assert not any("can be launched here" in text for _, text in advice.alternatives)
 
 
+def test_a_missing_package_is_no_refusal_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    nouns = ss.models["llama-3.2-1b"], ss.Cluster.parse(f"8x{H100}")
+    plan = ss.Plan(*nouns, ss.Recipe(method="lora"), ss.Layout.fsdp2())
+    monkeypatch.setattr("shardscope.frameworks.limits.is_missing", lambda package: package == "peft")
+    assert "pip install" in (why_not_trained(plan) or "") and not is_recipe_refused(plan)
+    assert is_recipe_refused(replace(plan, recipe=ss.Recipe(attention="flash")))
+
+
 @pytest.mark.parametrize(
     ("cluster", "precision"), [(f"8x{H100}", "bf16-mixed"), ("8xv100-sxm-32gb", "fp16-mixed")]
 )
@@ -155,6 +168,13 @@ def test_mixed_precision_is_the_first_alternative_to_fp32(cluster: str, precisio
     assert other.step().seconds < advice.plan.step().seconds / 2 and "faster" in text
     plain = recommend_plan("llama-3.2-1b", cluster, precision=precision)
     assert all(plan.recipe.precision == precision for plan, _ in plain.alternatives)
+
+
+def test_mixed_precision_may_need_host_memory_of_unknown_size() -> None:
+    recipe = {"precision": "fp32", "seq_len": 1024, "global_batch_size": 16}
+    advice = recommend_plan("gemma-2-9b", "rtx-4090-24gb", **recipe)
+    other, text = advice.alternatives[0]
+    assert other.recipe.precision == "bf16-mixed" and "host memory" in text and "does not state" in text
 
 
 def test_a_launchable_alternative_may_need_host_memory_of_unknown_size() -> None:

@@ -25,6 +25,7 @@ from shardscope.planner.advice.plan_evaluator import (
     lacks_bf16,
 )
 from shardscope.planner.advice.plans_from_search import (
+    describe_alternative,
     describe_gain,
     describe_obstacles,
     find_alternatives,
@@ -102,8 +103,7 @@ def _list_mixed_precision(evaluator: PlanEvaluator, advised: EvaluatedPlan) -> l
     best = best and in_mixed.with_room(best)
     if best is None or not is_faster(best, advised) or (best.report.is_tight and not advised.report.is_tight):
         return []
-    gain = describe_gain(descriptions.name_plan(best.plan, evaluator.recipe), best, advised)
-    kind = mixed.removesuffix("-mixed")
+    kind, gain = mixed.removesuffix("-mixed"), describe_alternative(best, advised, evaluator)
     return [(best.plan, f"In {kind}, with trained weights and optimizer still in fp32: {gain}")]
 
 

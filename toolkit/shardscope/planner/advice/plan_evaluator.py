@@ -18,7 +18,7 @@ from shardscope.core.layout import Layout, list_divisors
 from shardscope.core.plan import Plan
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.accelerate.limits import why_not_started
-from shardscope.frameworks.registry import check_trained, frameworks, is_trained
+from shardscope.frameworks.registry import frameworks, is_trained
 from shardscope.planner.memory_needs import MemoryNeed, find_shortages
 from shardscope.planner.repairs.single_changes import OFFLOADS
 from shardscope.prediction.support import list_supported
@@ -371,9 +371,10 @@ def is_recipe_refused(plan: Plan) -> bool:
     """Return whether the engine does not train the plan's recipe in its layout, whatever is installed."""
     try:
         with without_fix_search():
-            check_trained(plan)
+            frameworks[plan.layout.framework].limits().check_plan(plan)
     except FieldError as refusal:
-        return refusal.field.startswith("Recipe.")
+        # The fix of a missing package is text: pip install.
+        return refusal.field.startswith("Recipe.") and refusal.fix_values is not None
     return False
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.core.fixes import without_fix_search
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.registry import is_trained
 from shardscope.planner.advice.descriptions import compare_seconds
@@ -169,10 +170,11 @@ def replace_plan_fields(
     if fields and "shard" in plan.layout.__dataclass_fields__:
         fields = {"shard": None, **fields}
     try:
-        return replace(
-            plan,
-            recipe=replace_fields(plan.recipe, recipe or {}),
-            layout=replace_fields(plan.layout, fields) if fields else plan.layout,
-        )
+        with without_fix_search():
+            return replace(
+                plan,
+                recipe=replace_fields(plan.recipe, recipe or {}),
+                layout=replace_fields(plan.layout, fields) if fields else plan.layout,
+            )
     except ValueError:
         return None

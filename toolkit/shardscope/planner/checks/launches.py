@@ -11,7 +11,6 @@ from shardscope.core.finding import Finding
 from shardscope.core.number_format import format_gib
 from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import is_trained
-from shardscope.planner.advice.plan_evaluator import SAFE
 from shardscope.planner.checks.case import (
     NOTICEABLE,
     Case,
@@ -44,11 +43,8 @@ def check_launch_bound(case: Case) -> Iterator[Finding]:
     such finding: its repair comes first, and changes the step.
     """
     plan = case.plan
-    if case.step is None or not plan.on_gpu or case.has_room is False:
-        return
-    without = predict_step(plan, replace(select_rates(plan.cluster), kernel_seconds=0.0))
-    waiting = case.step.seconds - without.seconds
-    if waiting < LAUNCH_BOUND * case.step.seconds:
+    waiting = _compute_wait(case)
+    if case.step is None or waiting is None:
         return
     # A plan that our engines train is not changed into one that they do not.
     launched = is_trained(plan)
@@ -57,11 +53,8 @@ def check_launch_bound(case: Case) -> Iterator[Finding]:
         for variant in evaluate_variants(plan, _list_changes(plan))
         if case.compute_gain(variant) > 0 and (not launched or is_trained(variant.plan))
     ]
-    fixed = find_fastest(candidates)
-    with_room = find_fastest(variant for variant in candidates if not variant.memory.is_tight)
     # Nor into a tight one, which may run out of memory, unless that is over a third faster.
-    if fixed and with_room and fixed.step.tokens_per_second <= SAFE * with_room.step.tokens_per_second:
-        fixed = with_room
+    fixed = case.find_best(candidates)
     won = ""
     if fixed is not None:
         saved = case.step.seconds - fixed.step.seconds
@@ -81,6 +74,16 @@ def check_launch_bound(case: Case) -> Iterator[Finding]:
         change=_describe_change(plan, fixed) if fixed else _describe_directions(plan),
         plan=fixed.plan if fixed else None,
     )
+
+
+def _compute_wait(case: Case) -> float | None:
+    """Return the seconds that a launch-bound step waits for the host; None for other steps."""
+    plan = case.plan
+    if case.step is None or not plan.on_gpu or case.has_room is False:
+        return None
+    without = predict_step(plan, replace(select_rates(plan.cluster), kernel_seconds=0.0))
+    waiting = case.step.seconds - without.seconds
+    return None if waiting < LAUNCH_BOUND * case.step.seconds else waiting
 
 
 def _describe_directions(plan: Plan) -> str:
@@ -139,6 +142,9 @@ def check_repeated_transfers(case: Case) -> Iterator[Finding]:
         return
     if plan.num_micro_batches == 1 or max(case.get_share(part) for part in _REPEATED) < MUCH_FASTER:
         return
+    # A launch-bound step has a finding with the same change.
+    if _compute_wait(case) is not None:
+        return
     factors = (factor for factor in range(2, _MAX_GROWTH + 1) if plan.num_micro_batches % factor == 0)
     changes: list[Change] = [
         ({"micro_batch_size": factor * plan.recipe.micro_batch_size}, {}) for factor in factors
@@ -151,8 +157,7 @@ def check_repeated_transfers(case: Case) -> Iterator[Finding]:
         and case.keeps_launch(variant.plan)
     ]
     fastest = find_fastest(variants)
-    # A launch-bound step has a finding with the same change.
-    if fastest is None or any(check_launch_bound(case)):
+    if fastest is None:
         return
     # The smallest micro-batch that is about as fast: activations grow with it.
     enough = fastest.step.tokens_per_second * (1 - NOTICEABLE)

@@ -168,7 +168,7 @@ def _describe_no_single_change(case: Case, slow: Repair | None) -> str:
         lost = format_percent(slow.seconds_lost / case.step.seconds)
         return f"{slow.change} is enough, but {lost} slower; several changes may be faster, by {COMBINE}"
     # plan.repairs() leaves out what takes longer.
-    limit = "" if case.step is None else f" in up to {MAX_TIMES_SLOWER:g} times the time"
+    limit = "" if case.step is None else f" within {MAX_TIMES_SLOWER:g} times the step time"
     enough = [repair for repair in case.repairs if fits(repair.plan, repair.plan.memory())]
     if enough:
         method = case.plan.recipe.method

@@ -137,13 +137,14 @@ def check_pipeline_bubble(case: Case) -> Iterator[Finding]:
 def _list_finer_schedules(plan: Plan) -> Iterator[Change]:
     """Yield more chunks for each stage, smaller micro-batches, and both."""
     layout, size = plan.layout, plan.recipe.micro_batch_size
-    chunks = [plan.degrees.vpp]
+    chunks = {plan.degrees.vpp}
     if "vpp" in layout.choices:
-        # Embedding and loss may count as two layers of Megatron-core.
-        most = (plan.architecture.num_hidden_layers + 2) // plan.degrees.pp
-        chunks += range(plan.degrees.vpp + 1, most + 1)
+        # Equal chunks only; embedding and loss may count as two layers of Megatron-core.
+        layers = plan.architecture.num_hidden_layers
+        for total in (layers, layers + 1, layers + 2):
+            chunks.update(list_divisors(-(-total // plan.degrees.pp)))
     for smaller in reversed(list_divisors(size)):
-        for vpp in chunks:
+        for vpp in sorted(chunks - set(range(plan.degrees.vpp))):
             if (smaller, vpp) != (size, plan.degrees.vpp):
                 yield {"micro_batch_size": smaller}, {} if vpp == plan.degrees.vpp else {"vpp": vpp}
 

@@ -29,7 +29,7 @@ COMBINE = "plan.make_it_fit()"
 
 _FITS = "The plan fits: no change is needed."
 _NOT_ALONE = (
-    f"No single change makes the plan fit in up to {MAX_TIMES_SLOWER:g} times the time. "
+    f"No single change makes the plan fit within {MAX_TIMES_SLOWER:g} times the step time. "
     f"Several together may: {COMBINE}."
 )
 
