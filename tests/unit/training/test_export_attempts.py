@@ -49,13 +49,12 @@ class OneRank:
 
 
 @pytest.fixture(autouse=True)
-def few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardscope.training.checkpoints import temporary_folder
 
     monkeypatch.setattr(temporary_folder, "raising_on_all_ranks", contextlib.nullcontext)
     monkeypatch.setattr(final_export, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(final_export, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(final_export, "GIVE_UP_SECONDS", 0.05)
 
 
 def export(ctx: OneRank, complete: Callable[[Path], None] = lambda folder: None) -> None:
@@ -102,7 +101,11 @@ def test_weights_that_are_written_are_not_written_again_for_their_tokenizer(tmp_
     assert len(ctx.exports) == 1 and not errors
 
 
-def test_a_run_that_gives_up_says_that_the_weights_are_there(tmp_path: Path) -> None:
+def test_a_run_that_gives_up_says_that_the_weights_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(final_export, "GIVE_UP_SECONDS", 0.05)
+
     def complete(folder: Path) -> None:
         raise NO_SPACE
 
