@@ -24,7 +24,7 @@ from shardscope.core.errors import FieldError
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, read_json, write_json
 from shardscope.runs.explain.exceptions import make_exception_record
-from shardscope.runs.explain.failure import find_first_failure, has_rank_died, looks_like_peer_lost
+from shardscope.runs.explain.failure import EXIT, find_first_failure, has_rank_died, looks_like_peer_lost
 from shardscope.runs.launch import launcher
 from shardscope.runs.launch.launch import launch
 
@@ -262,6 +262,23 @@ def test_fault_11_the_launcher_waits_for_the_threads_that_watch_its_ranks(tmp_pa
     started = time.monotonic()
     assert launcher._read_exit_codes(folder, 3) == {0: -15, 1: -9}
     assert time.monotonic() - started < 10
+
+
+def test_the_first_exit_code_counts_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch elastic reports it again at the end: the rank seemed to have died after its peers."""
+
+    def find_no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_json(folder.rank(1), {"port": 0})
+    monkeypatch.setattr(launcher, "append_line", find_no_space)
+    launcher._write_exit(folder, 1, None, {"time": 1.0, "monotonic": 1.0})
+    launcher._write_exit(folder, 1, -9)
+    launcher._write_exit(folder, 1, -15)
+    entry = (read_json(folder.rank(1)) or {})[EXIT]
+    assert entry == {"time": 1.0, "monotonic": 1.0, "rank": 1, "code": -9}
 
 
 @thorough()
