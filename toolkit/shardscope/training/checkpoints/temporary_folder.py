@@ -176,7 +176,12 @@ def replace_folder(temporary: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
-    temporary.rename(path)
+    try:
+        temporary.rename(path)
+    except OSError:
+        if old.exists():  # The next call would delete it.
+            old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
