@@ -315,6 +315,8 @@ def test_fault_11_errors_of_a_lost_peer_are_recognized() -> None:
         "DistBackendError", "NCCL error: remote process exited or there was a network error"
     )
     assert looks_like_peer_lost("ConnectionResetError", "[Errno 104] Connection reset by peer")
+    # It was reported as the reason where it was raised first.
+    assert looks_like_peer_lost("OtherRankError", "other ranks could not write their part")
     assert not looks_like_peer_lost("ValueError", "broken pipe in my head")
 
 
