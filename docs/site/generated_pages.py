@@ -89,8 +89,13 @@ TOPICS = (
             "shardscope.core.cluster.Link",
             "shardscope.core.finding.Finding",
             "shardscope.core.errors.FieldError",
+            "shardscope.core.layout.Degrees",
+            "shardscope.core.layer_parts.MixtureOfExperts",
+            "shardscope.core.layer_parts.LatentAttention",
             "shardscope.memory.report.MemoryReport",
+            "shardscope.memory.report.StageMemory",
             "shardscope.timing.report.StepReport",
+            "shardscope.timing.report.Communication",
         ),
     ),
     Topic(
@@ -112,12 +117,16 @@ TOPICS = (
             "shardscope.training.engine.Engine",
             "shardscope.training.examples.preview.Preview",
             "shardscope.training.tasks.choices.Choices",
+            "shardscope.training.tasks.choices.Choice",
+            "shardscope.runs.explain.measured.MeasuredMemory",
             "shardscope.runs.explain.compare.Runs",
+            "shardscope.runs.explain.compare.Comparison",
+            "shardscope.records.nodes.RunNode",
             "shardscope.runs.sweep.Sweep",
             "shardscope.runs.trained.chat.Chat",
         ),
     ),
-    Topic("traces", ("trace",)),
+    Topic("traces", ("trace",), ("shardscope.trace.summary.summary.TraceSummary",)),
 )
 
 

@@ -172,7 +172,7 @@ def test_readme_numbers_match_the_report_on_rehearsals() -> None:
     row = find_row("predicted memory = tracked memory")
     assert f"{int(plans):,} stored rehearsals" in row and f"{within} within 1 %, worst {worst}" in row
     total, near, worst = match_report(
-        r".*Seed \d+, (\d+) plans: (\d+) within 1 %, \d+ within 3 %, worst ([+-][\d.]+ %)", report
+        r"The last one, .*?, (\d+) plans: (\d+) within 1 %, \d+ within 3 %, worst ([+-][\d.]+ %)", report
     )
     row = find_row("the same, for plans that no formula had seen")
     assert f"{total} random plans | {near} within 1 %, worst {worst}" in row

@@ -52,13 +52,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "num_key_value_heads": 6,
         "latent_attention": LATENT,
-        "mixture_of_experts": replace(MOE, num_experts=16, shared_expert_intermediate_size=96),
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=96),
     },
     "deepseek_v3 with equal heads": {
         "head_dim": 16,
         "num_key_value_heads": 6,
         "latent_attention": replace(LATENT, v_head_dim=48),
-        "mixture_of_experts": replace(MOE, num_experts=16, shared_expert_intermediate_size=96),
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=96),
     },
     "gpt2": {
         "hidden_size": 192,
@@ -103,19 +103,19 @@ FAMILIES |= {
         "head_dim": 16,
         "num_key_value_heads": 6,
         "latent_attention": LATENT,
-        "mixture_of_experts": replace(MOE, num_experts=16, shared_expert_intermediate_size=192),
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=192),
     },
     "deepseek_v2 with equal heads": {
         "head_dim": 16,
         "num_key_value_heads": 6,
         "latent_attention": replace(LATENT, v_head_dim=48),
-        "mixture_of_experts": replace(MOE, num_experts=16, shared_expert_intermediate_size=192),
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=192),
     },
     "deepseek_v2 with whole queries": {
         "head_dim": 16,
         "num_key_value_heads": 6,
         "latent_attention": replace(LATENT, q_lora_rank=None),
-        "mixture_of_experts": replace(MOE, num_experts=16, shared_expert_intermediate_size=192),
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=192),
     },
     "gpt_neox": {"head_dim": 28, "num_key_value_heads": 6, "parallel_residual": True, **PLAIN, **BIAS},
     "gpt_neox in sequence": {"head_dim": 28, "num_key_value_heads": 6, **PLAIN, **BIAS},
@@ -130,6 +130,17 @@ FAMILIES |= {
     "granite": {"head_dim": 28},
     "glm": {"head_dim": 32, "attention_bias": True},
     "glm4": {"head_dim": 32, "attention_bias": True, "norms_per_layer": 4},
+    "glm4_moe": {
+        "head_dim": 32,
+        "attention_bias": True,
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=96),
+    },
+    "glm4_moe with normalized queries": {
+        "head_dim": 32,
+        "attention_bias": True,
+        "qk_norm": True,
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=96),
+    },
     "falcon of one key head": {
         "head_dim": 28,
         "num_key_value_heads": 1,
@@ -160,8 +171,11 @@ FAMILIES |= {
     },
     "nemotron": {"head_dim": 32, **PLAIN},
     "seed_oss": {"head_dim": 32, "attention_bias": True},
+    "smollm3": {"head_dim": 32, "tie_word_embeddings": True},
+    "olmo3": {"head_dim": 28, "qk_norm": True},
+    "olmo3 in windows": {"head_dim": 28, "qk_norm": True, **WINDOW},
 }
-ALL_WINDOWS = ("mistral", "phi3", "gemma3_text", "starcoder2")
+ALL_WINDOWS = ("mistral", "phi3", "gemma3_text", "starcoder2", "olmo3")
 """Families of which every layer here has the window; the others' every other layer."""
 NARROW_VALUES = {"deepseek_v3", "deepseek_v2", "deepseek_v2 with whole queries"}
 """DeepSeek's values are narrower than its keys, for which a CPU rank has no fused attention."""

@@ -162,6 +162,14 @@ def test_a_compiled_layer_saves_the_listed_tensors(family: str, mode: str) -> No
     )
 
 
+@pytest.mark.parametrize("mode", few(["bf16", "autocast"], []))
+def test_a_compiled_layer_without_rotary_embedding_saves_the_listed_tensors(mode: str) -> None:
+    """SmolLM3's fourth layer is the first without."""
+    arch = replace(make_model("smollm3"), num_hidden_layers=4)
+    expected = count_listed_bytes(arch, make_modules(arch, mode, FULL))
+    assert [kept_bytes(graph) for graph in forward_graphs(arch, mode, FULL, True)] == 4 * [expected]
+
+
 @pytest.mark.parametrize(
     ("family", "targets", "mode"),
     few(

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardscope.core.architecture import MODEL_TYPES, Architecture
 from shardscope.core.recipe import Recipe
-from shardscope.families.registry import list_families_with
+from shardscope.families.registry import find_family, list_families_with
 from shardscope.memory.activations.forward import (
     compute_layer_activations,
     list_kept_by_selective,
@@ -175,7 +175,10 @@ LORA = Recipe(method="lora", lora_rank=RANK)
 PAIRS = [(family, mode) for family in FAMILIES for mode in MODES]
 TURNS = [(family, MODES[turn % 3]) for turn, family in enumerate(FAMILIES)]
 """Every family in one mode."""
-PLAIN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss")
+PLAIN = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss"),
+    *("smollm3", "olmo3", "olmo3 in windows"),
+)
 ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = (("q_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))
 
@@ -233,7 +236,8 @@ def assert_the_first_layer_lacks_what_the_list_says(family: str, mode: str, reci
     here = make_modules(arch, mode, recipe)
     unsaved = sum_bytes_per_token(list_unsaved_in_first_layer(arch, here))
     # The embedding that was made to need a gradient stays too, where it is not itself what the norm keeps.
-    upcast = here.stream < 4 and arch.norm == "rmsnorm" and (arch.model_type != "olmo2" or here.recasts)
+    is_saved = find_family(arch).is_post_norm and not here.recasts
+    upcast = here.stream < 4 and arch.norm == "rmsnorm" and not is_saved
     stays = upcast or arch.model_type in ("granite", "gpt2")
     assert (difference[1] - difference[0]) / SEQ_LEN == unsaved + stays * arch.hidden_size * here.stream
 
@@ -294,6 +298,20 @@ def test_layers_with_and_without_sliding_window_attention(recipe: Recipe) -> Non
     assert 4 * of_a_layer[2] == 3 * of_a_layer[0] + of_a_layer[1] + (-of_a_layer[0] * 3 - of_a_layer[1]) % 4
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [FULL, LORA, replace(FULL, attention="eager"), replace(FULL, recompute="selective")],
+    ids=["full", "lora", "eager", "selective"],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_without_rotary_embedding_saves_as_much_as_one_with_it(mode: str, recipe: Recipe) -> None:
+    """SmolLM3's fourth layer is the first without: what it adds to three layers."""
+    three, four = (kept_bytes(architecture("smollm3", layers), mode, recipe) for layers in (3, 4))
+    (at_three, more_at_three), (at_four, more_at_four) = three, four
+    fourth = (more_at_four - more_at_three - at_four + at_three) / SEQ_LEN
+    assert fourth == one_layer("smollm3", mode, recipe).per_token
+
+
 PACKABLE = list_families_with("document_masks")
 PACKED = [name for name in FAMILIES if architecture(name, 2).model_type in PACKABLE and "window" not in name]
 
@@ -333,7 +351,7 @@ def test_eager_attention_with_selective_recomputation(recipe: Recipe) -> None:
 
 @sample(3)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3", "smollm3", "olmo3", "gpt2"])
 def test_dropout_saves_its_masks(family: str, mode: str) -> None:
     """A CPU rank then has no fused attention either: scores, their mask and the product of both."""
     arch, recipe = architecture(family, 2), replace(FULL, dropout=0.25)

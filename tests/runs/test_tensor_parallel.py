@@ -22,6 +22,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
     "seed_oss": {"attention_bias": True},
+    "smollm3": {"tie_word_embeddings": True, "num_hidden_layers": 4},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {
         "tie_word_embeddings": True,

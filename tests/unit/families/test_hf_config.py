@@ -113,13 +113,17 @@ def test_catalog_models_have_the_parameters_of_transformers(name: str) -> None:
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
         ("olmo-2-7b", 7_298_617_344),
+        ("olmo-3-7b", 7_298_011_136),
+        ("olmo-3-32b", 32_233_522_176),
         ("smollm2-1.7b", 1_711_376_384),
+        ("smollm3-3b", 3_075_098_624),
         ("falcon-7b", 6_921_720_704),
         ("falcon-40b", 41_303_293_952),
         ("falcon-180b", 179_522_565_120),
         ("starcoder2-3b", 3_030_371_328),
         ("starcoder2-15b", 15_957_889_024),
         ("glm-4-9b", 9_399_951_360),
+        ("glm-4.5-air", 106_852_245_504),
     ],
 )
 def test_parameter_counts_equal_the_published_ones(name: str, published: int) -> None:
@@ -128,12 +132,13 @@ def test_parameter_counts_equal_the_published_ones(name: str, published: int) ->
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 QWEN_MOE = ("qwen2_moe", "qwen3_moe")
-WITH_EXPERTS = ("mixtral", "gpt_oss", *QWEN_MOE, *LATENT)
+WITH_SHARED = ("glm4_moe", *LATENT)
+WITH_EXPERTS = ("mixtral", "gpt_oss", *QWEN_MOE, *WITH_SHARED)
 BIASED = (
-    *("gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "glm", "glm4"),
+    *("gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "olmo3", "glm", "glm4", "glm4_moe"),
     *("qwen3", "qwen3_moe", "deepseek_v3"),
 )
-WITH_MLP_BIAS = ("llama", "granite", "nemotron", "deepseek_v2", "seed_oss")
+WITH_MLP_BIAS = ("llama", "granite", "nemotron", "deepseek_v2", "seed_oss", "smollm3")
 WITHOUT_HEAD_DIM = (*LATENT, "gpt_neox", "falcon", "phi")
 """Families that derive the head dimension from hidden_size; phi only with qk_layernorm."""
 FLAG, WIDTH, NUM_EXPERTS = st.booleans(), st.integers(1, 40), st.sampled_from([2, 4, 8])
@@ -146,20 +151,21 @@ KEYS: dict[str, tuple[st.SearchStrategy[Any], tuple[str, ...]]] = {
     "bias": (FLAG, ("falcon",)),
     "alibi": (FLAG, ("falcon",)),
     "qk_layernorm": (FLAG, ("phi",)),
+    "use_qk_norm": (FLAG, ("glm4_moe",)),
     "use_parallel_residual": (FLAG, ("gpt_neox",)),
-    "use_sliding_window": (FLAG, ("qwen2", "qwen3", *QWEN_MOE)),
+    "use_sliding_window": (FLAG, ("qwen2", "qwen3", "smollm3", *QWEN_MOE)),
     "num_experts": (NUM_EXPERTS, QWEN_MOE),
     "num_local_experts": (NUM_EXPERTS, ("mixtral", "gpt_oss")),
-    "n_routed_experts": (NUM_EXPERTS, LATENT),
+    "n_routed_experts": (NUM_EXPERTS, WITH_SHARED),
     "num_experts_per_tok": (st.integers(1, 2), WITH_EXPERTS),
-    "moe_intermediate_size": (WIDTH, (*QWEN_MOE, *LATENT)),
+    "moe_intermediate_size": (WIDTH, (*QWEN_MOE, *WITH_SHARED)),
     "shared_expert_intermediate_size": (WIDTH, ("qwen2_moe",)),
-    "n_shared_experts": (st.integers(1, 3), LATENT),
-    "first_k_dense_replace": (st.integers(0, 5), LATENT),
+    "n_shared_experts": (st.integers(1, 3), WITH_SHARED),
+    "first_k_dense_replace": (st.integers(0, 5), WITH_SHARED),
     "decoder_sparse_step": (st.integers(1, 3), QWEN_MOE),
     "mlp_only_layers": (st.lists(st.integers(0, 3), unique=True), QWEN_MOE),
-    "n_group": (st.just(1), LATENT),
-    "topk_group": (st.just(1), LATENT),
+    "n_group": (st.just(1), WITH_SHARED),
+    "topk_group": (st.just(1), WITH_SHARED),
     "q_lora_rank": (st.none() | st.integers(1, 30), LATENT),
     "kv_lora_rank": (st.integers(1, 30), LATENT),
     "qk_nope_head_dim": (st.integers(1, 20), LATENT),
@@ -179,12 +185,13 @@ ALIASES = {
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "deepseek_v2": {"n_routed_experts": "num_experts"},
     "deepseek_v3": {"n_routed_experts": "num_local_experts"},
+    "glm4_moe": {"n_routed_experts": "num_local_experts"},
     "falcon": {"hidden_size": "n_embed"},
 }
 """Other names of keys, which transformers reads too."""
 CHANGES_NO_SHAPE = {
     *("max_position_embeddings", "sliding_window", "layer_types", "max_window_layers"),
-    *("sliding_window_pattern",),
+    *("sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"),
     *("use_bidirectional_attention", "add_cross_attention"),
 }
 """Keys that adapters read, and that no configuration here has: no shape depends on their values."""
@@ -480,6 +487,29 @@ def test_sliding_windows_by_family() -> None:
     assert read_windows(model_type="gemma3_text", sliding_window_pattern=1) == (None, 0)
     layer_types = ["full_attention", "sliding_attention"]
     assert read_windows(model_type="gemma2", layer_types=layer_types) == (4096, 1)
+    assert read_windows(model_type="olmo3", num_hidden_layers=9) == (4096, 7)
+    assert read_windows(model_type="olmo3", sliding_window=8, layer_types=layer_types) == (8, 1)
+
+
+def test_windows_of_smollm3_are_in_the_layers_without_rotary_embedding() -> None:
+    needs("transformers", minversion="5.0")
+    from transformers import SmolLM3Config
+
+    window = {"sliding_window": 8, "use_sliding_window": True}
+    for keys in (
+        {},
+        {"sliding_window": 8},
+        {"use_sliding_window": True},
+        window,
+        {**window, "no_rope_layer_interval": 3},
+        {**window, "no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 1, 0]},
+        {**window, "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 6},
+    ):
+        sizes = {**LLAMA, "num_hidden_layers": 9, "model_type": "smollm3", **keys}
+        kinds = SmolLM3Config(**sizes).layer_types
+        assert Architecture.from_hf(sizes).sliding_window_layers == kinds.count("sliding_attention"), keys
+    with pytest.raises(ValueError, match="no_rope_layer_interval is 0"):
+        Architecture.from_hf({**sizes, **window, "layer_types": None, "no_rope_layer_interval": 0})
 
 
 # -------------------------------------------------------------------------------------------- files

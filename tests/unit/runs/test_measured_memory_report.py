@@ -130,6 +130,18 @@ def test_a_users_function_has_only_a_total() -> None:
     assert [rank["peak_memory_bytes"] for rank in report] == [7 * MIB]
 
 
+def test_resident_memory_of_cpu_ranks_is_not_compared_with_tensors() -> None:
+    """Libraries are most of it: a script's run had "tensors" of 0.48 GiB, predicted 90 % below."""
+    logged = [{"rank": 0, "memory_bytes": 5, "peak_memory_bytes": 480 * MIB, "step": 3, "time": 0.0}]
+    report = build_measured_memory(make_plan(), {}, logged)
+    assert report.peak_bytes == 480 * MIB and report.tensor_bytes == 0 and report.error is None
+    assert "0.47 GiB of resident memory" in report.sentence and "%" not in report.sentence
+    # On a GPU the same line has torch's allocated bytes.
+    report = build_measured_memory(make_plan("2xh100-sxm-80gb"), {}, logged)
+    assert report.tensor_bytes == 480 * MIB and report.error is not None
+    assert build_measured_memory(make_plan(), {}, []).sentence == "No rank has recorded its memory yet."
+
+
 @pytest.mark.parametrize(
     "record",
     [{}, {"memory": None}, {"memory": []}, {"memory": {"phases": 3}}, {"memory": {"phases": {"rest": 7}}}],

@@ -229,6 +229,56 @@ def test_an_operator_that_is_dispatched_in_python_does_not_hide_communication(tm
     assert (path["kind"], to_ns(path["seconds"])) == ("compute", 25)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_kernels_of_a_compiled_graph_on_the_cpu_are_compute(tmp_path: Path, waits: bool) -> None:
+    """No event has torch.compile's C++ kernels: the time between operators of its graph was Python's."""
+    name = "## Call CompiledFxGraph fqml4hzr4itcnkj3whyvpa2sx3nwcrthxqrwn4meorweauiktl4n ##"
+    events = [
+        operator(0, 100, "Torch-Compiled Region: 0/0"),
+        operator(5, 95, "CompiledFunction"),
+        annotation(10, 90, name),
+        operator(20, 50, "aten::addmm"),
+    ]
+    if waits:  # a collective inside of the graph is exposed all the same
+        events += [
+            operator(60, 85, "_c10d_functional::wait_tensor"),
+            annotation(60, 80, "gloo:all_gather", tid=200),
+        ]
+    trace = load_ranks(tmp_path, {0: events})
+    (row,) = trace.breakdown()
+    assert to_ns(row["compute_seconds"]) == (30 if waits else 80)
+    assert to_ns(row["exposed_communication_seconds"]) == (20 if waits else 0)
+    if not waits:
+        seconds = {one["kind"]: to_ns(one["total_seconds"]) for one in trace.kernels().sum_by_kind()}
+        assert seconds == {"matmul": 30, "elementwise": 50}
+        shares = {one["kind"]: to_ns(one["seconds"]) for one in trace.critical_path().sum_by_kind()}
+        assert shares == {"compute": 80, "host": 20}
+        assert name in {one["name"] for one in trace.summary().operators}
+
+
+def test_a_message_of_gloo_does_not_hide_the_compute_of_its_thread(tmp_path: Path) -> None:
+    """A receive begins on the thread that calls it, which computes until it waits: all was waiting."""
+    events = [
+        operator(0, 5, "c10d::recv_"),
+        annotation(2, 100, "gloo:recv"),
+        operator(10, 80, "aten::mm"),
+        operator(20, 30, "aten::copy_"),
+    ]
+    (row,) = load_ranks(tmp_path, {0: events}).breakdown()
+    assert to_ns(row["compute_seconds"]) == to_ns(row["overlapped_seconds"]) == 70
+    assert to_ns(row["exposed_communication_seconds"]) == 28
+
+
+def test_operators_on_a_thread_of_gloo_are_part_of_its_collective(tmp_path: Path) -> None:
+    events = [
+        operator(0, 5, "c10d::allreduce_"),
+        annotation(2, 100, "gloo:all_reduce", tid=200),
+        operator(10, 80, "aten::add_", tid=200),
+    ]
+    (row,) = load_ranks(tmp_path, {0: events}).breakdown()
+    assert row["compute_seconds"] == 0 and to_ns(row["exposed_communication_seconds"]) == 98
+
+
 def test_idle_causes_of_a_gpu(tmp_path: Path) -> None:
     """A gap is host-bound only if the next kernel was launched after the gap had begun."""
     events = [

@@ -124,6 +124,29 @@ def test_ranks_that_recorded_other_steps_match_by_step(tmp_path: Path) -> None:
     assert to_ns(rows[1]["skew_seconds"]) == 50
 
 
+@pytest.mark.parametrize(("steps", "num_common"), [((2, 3), 1), ((4, 5), 0)])
+def test_as_many_calls_of_other_steps_are_other_calls(
+    tmp_path: Path, steps: tuple[int, int], num_common: int
+) -> None:
+    args = arguments("allreduce", 8, 2)
+    ranks = {
+        rank: [
+            event
+            for number in recorded
+            for event in (
+                step(number, 100 * number, 100 * number + 100),
+                all_reduce(100 * number + 10 * rank, 100 * number + 90, **args),
+            )
+        ]
+        for rank, recorded in enumerate([(1, 2), steps])
+    }
+    rows = load_ranks(tmp_path, ranks).collectives()
+    known = [row for row in rows if row["transfer_seconds"] is not None]
+    assert len(rows) == 4 and len(known) == 2 * num_common
+    assert all(to_ns(row["transfer_seconds"]) == 80 for row in known)
+    assert len({row["call"] for row in known}) == num_common
+
+
 def test_pipeline_messages_of_larger_groups_are_not_paired(tmp_path: Path) -> None:
     """A middle stage sends and receives: its n-th message is not the first stage's n-th."""
     args = arguments("send", 8, 3)
@@ -463,6 +486,30 @@ def test_messages_of_gloo_are_those_of_pipeline_stages(tmp_path: Path) -> None:
     assert {row["axis"] for row in trace.collectives()} == {""}
 
 
+@pytest.mark.parametrize("is_gloo", [True, False])
+def test_a_send_is_paired_with_its_receive(tmp_path: Path, is_gloo: bool) -> None:
+    """In 1F1B a stage sends twice before the next one sends for the first time: both were one message."""
+    shape = {"Input Dims": [[8]], "Input type": ["float"]}
+
+    def message(name: str, start: int, end: int) -> dict[str, Any]:
+        if is_gloo:
+            return annotation(start, end, f"gloo:{name}", 200 + start, **shape)
+        return kernel(start, end, "ncclDevKernel_SendRecv", 20 + start, **arguments(name, 8, 2))
+
+    ranks = {
+        0: [message("send", 10, 20), message("send", 30, 60), message("recv", 31, 60)],
+        1: [message("recv", 0, 20), message("send", 50, 60), message("recv", 51, 60)],
+    }
+    ranks = {rank: [operator(0, 1) if is_gloo else kernel(0, 1), *events] for rank, events in ranks.items()}
+    groups = [{"pg_name": "0", "pg_desc": "default_pg", "pg_size": 2, "ranks": [0, 1]}]
+    rows = load_ranks(tmp_path, ranks, info={"pg_config": groups}).collectives()
+    calls: dict[int, list[tuple[int, int]]] = {}
+    for row in rows:
+        calls.setdefault(row["call"], []).append((row["rank"], to_ns(row["start_seconds"])))
+    assert sorted(calls.values()) == [[(0, 10), (1, 0)], [(0, 30), (1, 51)], [(0, 31), (1, 50)]]
+    assert [to_ns(row["transfer_seconds"]) for row in rows] == [10, 9, 10, 10, 10, 9]
+
+
 @given(st.lists(gpu_events(), min_size=1, max_size=3))
 def test_exposed_times_add_up_and_nothing_is_negative(ranks: list[Events]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -549,6 +596,17 @@ def test_what_if_without_an_axis_and_with_a_faster_link(tmp_path: Path) -> None:
         calls.what_if("pp")
     with pytest.raises(ValueError, match="not positive"):
         calls.what_if("tp", 0)
+
+
+def test_what_if_says_that_messages_include_the_bubble(tmp_path: Path) -> None:
+    """A stage that waits for the work of another is in a receive: no link makes that shorter."""
+    messages = [kernel(500, 800, "ncclDevKernel_SendRecv", 20, **arguments("recv", 8, 2, "pp"))]
+    reduction = [all_reduce(500, 800, **arguments("allreduce", 8, 2, "dp"))]
+    for name, calls in (("pp", messages), ("dp", reduction)):
+        events = [step(1, 0, 1000), kernel(0, 500), *calls]
+        answer = load_ranks(tmp_path / name, {0: events, 1: events}).collectives().what_if("")
+        assert to_ns(answer.changed_seconds) == 700
+        assert ("bubble" in str(answer)) is (name == "pp")
 
 
 def test_what_if_names_the_axes_that_a_trace_has(tmp_path: Path) -> None:
@@ -667,6 +725,87 @@ def test_calls_in_flight_together_count_a_delay_once(tmp_path: Path) -> None:
     assert [row["rank"] for row in result if row["is_straggler"]] == [1]
     assert result[1]["late_seconds"] == pytest.approx(30_000e-9)
     assert "rank 1 arrives 30.0 µs a step after the others (30 % of the step" in result.text
+
+
+def make_overlapped_buckets(delays: np.ndarray[Any, Any], segment: int = 10_000_000) -> dict[int, Events]:
+    """Steps of DDP: ranks compute on while eight buckets are reduced, and wait for the last one only.
+
+    ``delays`` are added to the forward of each step (rows) on each rank.
+    """
+    num_steps, num_ranks = delays.shape
+    args = arguments("allreduce", 1_000_000, num_ranks)
+    ranks: dict[int, Events] = {rank: [] for rank in range(num_ranks)}
+    now = np.zeros(num_ranks, int)
+    for number in range(num_steps):
+        begin, free = now.copy(), now.copy()
+        for rank in range(num_ranks):
+            ranks[rank].append(kernel(now[rank], now[rank] + 60_000_000 + delays[number, rank]))
+        now += 60_000_000 + delays[number]
+        for _ in range(8):
+            for rank in range(num_ranks):
+                ranks[rank].append(kernel(now[rank], now[rank] + segment))
+            now += segment
+            start = np.maximum(now, free)
+            free[:] = start.max() + 4_000_000
+            for rank in range(num_ranks):
+                ranks[rank].append(all_reduce(start[rank], free[rank], **args))
+        now = np.maximum(now, free) + 5_000_000
+        for rank in range(num_ranks):
+            ranks[rank] += [kernel(now[rank] - 5_000_000, now[rank]), step(number, begin[rank], now[rank])]
+    return ranks
+
+
+@pytest.mark.parametrize("segment", [10_000_000, 30_000_000, 3_000_000])
+def test_a_delay_before_overlapped_buckets_counts_once(tmp_path: Path, segment: int) -> None:
+    """The next bucket waits again for a rank that is still late, also if no other one is in flight."""
+    delays = np.zeros((12, 4), int)
+    delays[:, 2] = 20_000_000
+    result = load_ranks(tmp_path, make_overlapped_buckets(delays, segment)).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [2]
+    assert result[2]["late_seconds"] == pytest.approx(0.02)
+
+
+def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path) -> None:
+    """Tensor-parallel ranks 0 and 1, and 2 and 3, wait at every layer; gradients are reduced meanwhile."""
+    ranks: dict[int, Events] = {rank: [] for rank in range(4)}
+    now, free, pairs = np.zeros(4, int), np.zeros(4, int), {"tp": ([0, 1], [2, 3]), "dp": ([0, 2], [1, 3])}
+
+    def reduce(axis: str) -> None:
+        for group in pairs[axis]:
+            named = {"Process Group Name": f"{axis}{group[0]}", "Process Group Ranks": str(group)}
+            args = arguments("allreduce", 8, 2) | named
+            start = now[group] if axis == "tp" else np.maximum(now[group], free[group])
+            end = start.max() + 1_000_000
+            for rank, begin in zip(group, start.tolist(), strict=True):
+                ranks[rank].append(all_reduce(begin, end, 20 if axis == "tp" else 21, **args))
+            (now if axis == "tp" else free)[group] = end
+
+    for number in range(8):
+        begin = now.copy()
+        for _ in range(6):
+            for rank in range(4):
+                ranks[rank].append(kernel(now[rank], now[rank] + 8_000_000 + 2_000_000 * (rank == 0)))
+            now += [10_000_000, 8_000_000, 8_000_000, 8_000_000]
+            reduce("tp")
+            reduce("dp")
+        now = np.maximum(now, free)
+        for rank in range(4):
+            ranks[rank].append(step(number, begin[rank], now[rank]))
+    result = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [0]
+    assert result[0]["late_seconds"] == pytest.approx(6 * 0.002)
+
+
+def test_equal_ranks_with_overlapped_buckets_are_rarely_named() -> None:
+    """The buckets of a step show one delay, which was taken for as many proofs of a straggler."""
+    random = np.random.default_rng(5)
+    named = 0
+    for _ in range(20):
+        with tempfile.TemporaryDirectory() as folder:
+            delays = random.exponential(5_000_000, (6, 3)).astype(int)
+            trace = load_ranks(Path(folder), make_overlapped_buckets(delays))
+            named += any(row["is_straggler"] for row in trace.stragglers())
+    assert named <= 1
 
 
 def test_calls_of_several_groups_in_flight_together_make_no_rank_late(tmp_path: Path) -> None:

@@ -295,6 +295,23 @@ def test_fault_38_of_two_recordings_of_a_rank_the_latest_is_shown(tmp_path: Path
     assert "left out: rank-1.json" in notes_of(trace)
 
 
+def test_fault_38_a_cycle_that_not_all_ranks_have_written_is_left_out(tmp_path: Path) -> None:
+    """As in the folder of a run that goes on: the ranks of two cycles were compared with each other."""
+
+    def write_cycle(rank: int, cycle: int) -> None:
+        begin = 5_000_000 * cycle
+        events = [step(5 * cycle + one, begin + 10 * one, begin + 10 * one + 10) for one in (1, 2)]
+        path = write_rank(tmp_path, rank, events)
+        path.rename(tmp_path / f"cycle-{cycle}-rank-{rank}.json")
+
+    for rank, cycle in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2)):
+        write_cycle(rank, cycle)
+    trace = Trace.load(tmp_path)
+    assert {(row["rank"], row["step"]) for row in trace.steps()} == {(0, 6), (0, 7), (1, 6), (1, 7)}
+    assert "cycle-1-rank-0.json, the latest whose steps all ranks recorded, is shown" in notes_of(trace)
+    assert "left out: cycle-0-rank-0.json, cycle-2-rank-0.json" in notes_of(trace)
+
+
 def test_fault_38_ranks_of_different_jobs_are_refused_by_name(tmp_path: Path) -> None:
     write_rank(tmp_path, 0, world_size=2)
     write_rank(tmp_path, 1, world_size=8)

@@ -158,7 +158,9 @@ def test_a_rank_that_lost_a_few_events_is_still_compared(tmp_path: Path, framewo
     assert {row["axis"] for row in rows} == {"dp"}
     assert sum(row["transfer_seconds"] is not None for row in rows) >= 0.85 * len(complete.collectives())
     if lost != "call":
-        assert trace.stragglers().text == complete.stragglers().text
+        delays, expected = ([row["late_seconds"] for row in one.stragglers()] for one in (trace, complete))
+        # Operators that the end of a file had also show for how long its rank waited.
+        assert delays == pytest.approx(expected, rel=0.02 if lost == "end" else 1e-9, abs=1e-4)
 
 
 def test_bytes_of_gathered_parameters_are_those_of_the_model() -> None:

@@ -182,9 +182,9 @@ class MemoryReport:
 
     @property
     def is_tight(self) -> bool:
-        """Return whether the peak fits, but uses a share of the GPU at which some runs are known to fail.
+        """Return whether the peak fits, but needs over 80 % of the usable memory.
 
-        See :data:`~shardscope.memory.overheads.libraries.TIGHT_PERCENT`.
+        Of such runs some run out of memory: :data:`~shardscope.memory.overheads.libraries.TIGHT_PERCENT`.
         """
         return self.fits and 100 * self.peak_bytes > TIGHT_PERCENT * self.usable_bytes
 

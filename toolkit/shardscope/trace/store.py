@@ -422,8 +422,8 @@ class Trace:
         """Return the chain of work and waits that ends last, in order of time, across streams and ranks.
 
         Its parts touch, so their seconds add up. It spans the marked steps, or the whole recording without
-        marks. ``step``: only of the step with this number. Raises ``ValueError`` for a step that was not
-        recorded.
+        marks, from where the recording of the rank begins in which it starts. ``step``: only of the step with
+        this number. Raises ``ValueError`` for a step that was not recorded.
         """
         from shardscope.trace.analysis.critical_path import find_critical_path  # circular import
 

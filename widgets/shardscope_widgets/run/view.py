@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -45,6 +46,8 @@ GPU_SECONDS = 1.0
 """Seconds between reads of data that changes slowly: GPU samples and engine records."""
 READ_SECONDS = 0.15
 """Time limit for reading a long run's metrics before the first drawing; the rest is read afterwards."""
+MAX_READS = 20
+"""Reads of a run's metrics before its page is written: an active run may log faster than it is read."""
 SHARE_OF_KERNEL = 0.1
 """Fraction of a CPU core that a view may use for drawing: charts of many ranks are drawn less often."""
 MAX_PAUSE_SECONDS = 2.0
@@ -228,6 +231,14 @@ class RunView(View):
                 panel.close()
             self.legend.close()  # It has a place in the view only once a run was shown.
             super().close()
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the run as it is now as one page that works from disk; return its path."""
+        # A script writes the page at once, before the view's thread has read the run.
+        for _ in range(MAX_READS):
+            if not self.refresh():
+                break
+        return super().to_html(path)
 
     def refresh(self) -> bool:
         """Read new data in the run's folder and draw it. Return whether there is more to read."""

@@ -531,7 +531,7 @@ class Studio(View):
     def _show_measured(self, measured: MeasuredRun) -> None:
         """Show the measurements of a run next to the prediction of its plan."""
         plan, memory, steps = measured
-        if memory.tensor_bytes:
+        if memory.peak_bytes:
             self.memory.add(plan, memory)
         if steps is None:
             return

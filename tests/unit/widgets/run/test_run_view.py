@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,14 @@ def test_a_run_that_is_shown_again_is_watched_once() -> None:
     run.status = "finished"
     assert wait_until(lambda: set(threading.enumerate()) <= before)
     assert ended == [run]
+
+
+def test_a_page_that_is_written_at_once_has_the_run(tmp_path: Path) -> None:
+    """A script calls it before the view's thread has read anything: the page had no chart and no numbers."""
+    run = FakeRun([record(step=step, loss=3.5 - step) for step in range(3)])
+    run.status = "finished"
+    page = RunView(run).to_html(tmp_path / "run.html").read_text(encoding="utf-8")
+    assert "1.500" in page and "finished" in page
 
 
 def test_rank_output_is_shown_without_any_metrics() -> None:

@@ -81,6 +81,9 @@ class MeasuredMemory(MemoryReport):
     """Prediction for the run's plan; None if the plan cannot be read."""
     missing: str = ""
     """Which components could not be measured, and why."""
+    is_resident: bool = False
+    """Whether only the resident memory of each rank's process is known: code without an engine on CPU ranks.
+    Libraries are most of it, so it is not compared with the predicted tensors."""
     snapshot_files: Mapping[int, Path] = field(default_factory=dict)
     """Requested memory snapshots by rank, in torch's own format."""
 
@@ -123,7 +126,9 @@ class MeasuredMemory(MemoryReport):
 
     @property
     def tensor_bytes(self) -> int:
-        """Peak bytes of tensors only, the part that a prediction is compared with."""
+        """Peak bytes of tensors only, with which a prediction is compared; 0 if they are not known."""
+        if self.is_resident:
+            return 0
         return max((sum_tensor_bytes(phase.components) for phase in self.worst_stage.phases), default=0)
 
     @property
@@ -135,7 +140,7 @@ class MeasuredMemory(MemoryReport):
 
     def _describe_peak_phase(self) -> str:
         # A logged total has no phase.
-        is_total = all({*phase.terms} <= {OTHER} for phase in self.worst_stage.phases)
+        is_total = _is_total(self.worst_stage)
         return " (a total, of no known phase)" if is_total else super()._describe_peak_phase()
 
     @property
@@ -152,6 +157,11 @@ class MeasuredMemory(MemoryReport):
     @property
     def sentence(self) -> str:
         """The measured peak and the error of the prediction, as one sentence."""
+        if self.is_resident:
+            return (
+                f"Measured {format_amount(self.peak_bytes)} of resident memory at most, libraries included: "
+                "the tensors in it are not known, so no prediction is compared with it."
+            )
         if not self.tensor_bytes:
             return "No rank has recorded its memory yet."
         peak = f"Measured {format_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
@@ -178,6 +188,11 @@ class MeasuredMemory(MemoryReport):
         if term is None:
             return f"{name} was not measured separately: {self.missing or 'no rank recorded it'}"
         return f"{name}, {format_gib(term.num_bytes)} GiB = {term.explain()}"
+
+
+def _is_total(stage: StageMemory) -> bool:
+    """Return whether nothing but a rank's logged total is known."""
+    return all({*phase.terms} <= {OTHER} for phase in stage.phases)
 
 
 def sum_tensor_bytes(components: Mapping[str, int]) -> int:
@@ -221,6 +236,8 @@ def build_measured_memory(
         ranks=tuple(ranks),
         predicted=_predict(plan) if plan else None,
         missing=_explain_missing(worst),
+        # ``ctx.memory_metrics`` logs allocated bytes on a GPU and resident ones on a CPU.
+        is_resident=plan is not None and not plan.on_gpu and bool(fullest) and _is_total(worst),
         snapshot_files=snapshot_files or {},
     )
 

@@ -59,10 +59,10 @@ def launch(
     Raises ``ValueError`` for an invalid argument, a plan that this machine or the partition cannot run, a
     task that cannot be pickled (the message names the object), or the name of a live run;
     ``TooLittleFreeError`` (a ``ValueError``) if a GPU has less free memory than the predicted peak, unless
-    ``force``; ``ImportError`` without the extra "train" (on Slurm also "slurm"); ``OSError`` if the folder
-    cannot be written or Slurm does not answer. The memory of the user's own function is unknown, so too
-    little free memory is only a ``RuntimeWarning`` there. On Slurm it is not compared, and ``force`` skips
-    the check that the nodes see the folder.
+    ``force``; ``ImportError`` without the extra "train" (on a cluster also "slurm" or "ray"); ``OSError`` if
+    the folder cannot be written or the scheduler does not answer. The memory of the user's own function is
+    unknown, so too little free memory is only a ``RuntimeWarning`` there. On a cluster it is not compared,
+    and ``force`` skips the check that the nodes see the folder (Slurm) or have this Shardscope (Ray).
     """
     return start_run(
         plan,

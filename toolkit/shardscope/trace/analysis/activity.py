@@ -34,7 +34,11 @@ DATA_LOADING = re.compile(r"DataLoader|data_loading|load_batch|next_batch|wait_f
 # Operators that only call others: their own time is dispatch, Python or blocking, not arithmetic.
 _AUTOGRAD_NODES = re.compile(r"autograd::engine::|torch::autograd::|.*Backward\d*$")
 _COLLECTIVE_CALLS = re.compile(r"c10d::|_c10d_functional::|record_param_comms$")
+_MESSAGES = re.compile(r":(?:send|recv)", re.IGNORECASE)
 _CONTAINERS = re.compile(rf"{_AUTOGRAD_NODES.pattern}|{_COLLECTIVE_CALLS.pattern}")
+# The C++ kernels of torch.compile are in no recording: they run between the operators of this annotation.
+_COMPILED_GRAPHS = re.compile(r"## Call CompiledFxGraph")
+_COMPILED_CALLS = re.compile(r"Torch-Compiled Region|CompiledFunction$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +233,8 @@ class Activity:
         is_leaf[trace.parents[trace.parents >= 0]] = False
         is_named = np.array(["::" in name for name in trace.names], dtype=bool)
         is_container = self.mask_names(_CONTAINERS, "match")
-        return np.asarray(self._is_call & ~is_container & (is_named[trace.name_index] | is_leaf))
+        is_operator = self._is_call & ~is_container & (is_named[trace.name_index] | is_leaf)
+        return np.asarray(is_operator | ~self.on_gpu & self.mask_names(_COMPILED_GRAPHS, "match"))
 
     @cached_property
     def _is_dispatched_in_python(self) -> Mask:
@@ -252,11 +257,12 @@ class Activity:
         Of ``evaluate_function: MmBackward0`` the time belongs to the matmul inside.
         """
         is_node = self.mask_names(_AUTOGRAD_NODES, "match") | self._is_dispatched_in_python
+        is_node |= self.mask_names(_COMPILED_CALLS, "match")
         functions = np.flatnonzero(
             self._is_call & ~self._is_operator & ~self.mask_names(_COLLECTIVE_CALLS, "match")
         )
         is_node[functions[self.find_around(functions, self._is_dispatched_in_python) >= 0]] = True
-        around = self.is_wrapper.copy()
+        around = self.is_wrapper & ~self.is_compute
         parents = np.unique(self.trace.parents[self.is_compute])
         while len(parents := parents[parents >= 0]):
             around[parents[is_node[parents]]] = True
@@ -265,9 +271,16 @@ class Activity:
 
     @cached_property
     def _is_on_collective_track(self) -> Mask:
-        has_collective = np.zeros(len(self.trace.tracks), dtype=bool)
-        has_collective[self.trace.track_index[self.is_host_collective]] = True
-        return has_collective[self.trace.track_index] if len(self.trace) else np.zeros(0, dtype=bool)
+        """Mask of the slices on threads of gloo itself.
+
+        A send or receive begins on the thread that calls it, which may compute until it waits for it.
+        """
+        trace, is_call = self.trace, self.mask_names(_COLLECTIVE_CALLS, "match")
+        is_message = self.mask_names(_MESSAGES)
+        is_own = np.zeros(len(trace.tracks), dtype=bool)
+        is_own[trace.track_index[self.is_host_collective & ~is_message]] = True
+        is_own[trace.track_index[is_call & ~self.on_gpu]] = False
+        return self._expand_to_slices(is_own, trace.track_index)
 
     @cached_property
     def ranks(self) -> list[RankActivity]:

@@ -45,6 +45,7 @@ UNKNOWN_KIND = "communication"
 """Kind of a call of which neither the name nor the arguments say what it does."""
 _SHARDED = {"c10d::_reduce_scatter_base_": "all_reduce", "c10d::_allgather_base_": "all_gather"}
 """Operators with one rank's shard and the full vector as inputs -> kind of the annotation that gloo adds."""
+_DIRECTIONS = re.compile("send|recv")
 _ANNOTATION = re.compile(r"(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(\w+)")
 
 
@@ -65,6 +66,8 @@ class Call:
     num_bytes: int | None = None
     shard_bytes: int | None = None
     """Bytes of one rank's input of an all-gather, if only that is recorded."""
+    direction: str = ""
+    """"send" or "recv" for a message of which the recording says so."""
     call: int = -1
     transfer_ns: int | None = None
     is_reduce_scatter: bool = False
@@ -113,6 +116,12 @@ def _choose_kind(*texts: str) -> str:
     return kinds[-1] if kinds else UNKNOWN_KIND
 
 
+def _find_direction(*texts: str) -> str:
+    """Return "send" or "recv", which the last of the texts that has only one of them says; else ""."""
+    named = [_DIRECTIONS.findall(text.lower()) for text in texts]
+    return next((found[0] for found in reversed(named) if len(set(found)) == 1), "")
+
+
 def _list_calls(trace: Trace, finder: GroupFinder) -> list[Call]:
     """Return the calls of all ranks by rank and start."""
     activity = trace.activity
@@ -125,6 +134,8 @@ def _list_calls(trace: Trace, finder: GroupFinder) -> list[Call]:
         name = trace.names[trace.name_index[position]]
         kind = _choose_kind(name, found.annotation, found.args.collective)
         call = Call(index=position, rank=rank, kind=kind)
+        if kind == "send_recv":
+            call.direction = _find_direction(name, found.annotation, found.args.collective)
         _set_group(finder, call, found.args)
         _set_bytes(call, found.args, found.dims)
         calls.append(call)
@@ -369,9 +380,10 @@ def _match_calls(trace: Trace, calls: list[Call]) -> None:
     The ranks leave a collective together, so the shortest duration, that of the last rank to arrive, is the
     transfer time. The others waited for the rest of theirs (TraceLens, docs on NCCL analysis).
     """
-    by_key: dict[tuple[object, str, str, int | None], dict[int, list[Call]]] = defaultdict(
+    by_key: dict[tuple[object, str, str, int | None, int | None], dict[int, list[Call]]] = defaultdict(
         lambda: defaultdict(list)
     )
+    senders = _find_senders(calls)
     for call in calls:
         # A stage's sends and receives pair with several others': only groups of two pair up in order.
         if call.kind == "send_recv" and call.group_size != 2:
@@ -379,9 +391,10 @@ def _match_calls(trace: Trace, calls: list[Call]) -> None:
         # Calls that do not name their group (gloo's annotations) may be of several: match them by size and
         # shape, too.
         size = call.elements if not call.group else None
-        by_key[call.group_ranks, call.kind, call.group, size][call.rank].append(call)
+        key = call.group_ranks, call.kind, call.group, size, senders.get(call.index)
+        by_key[key][call.rank].append(call)
     parts: list[Mapping[int, list[Call]]] = []
-    for (_, _, group, _), of_group in by_key.items():
+    for (_, _, group, _, _), of_group in by_key.items():
         parts += [of_group] if group else _split_by_shape(of_group)
     number = 0
     for by_rank in parts:
@@ -400,11 +413,30 @@ def _match_calls(trace: Trace, calls: list[Call]) -> None:
             number += 1
 
 
+def _find_senders(calls: list[Call]) -> dict[int, int]:
+    """Return the rank that sends each message, by index, of groups of two in which all say whether they send.
+
+    Stages send in both directions, and the order of sends and receives is another one on each.
+    """
+    by_group: dict[tuple[int, ...], list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.kind == "send_recv" and call.group_ranks is not None and len(call.group_ranks) == 2:
+            by_group[call.group_ranks].append(call)
+    return {
+        call.index: call.rank if call.direction == "send" else sum(ranks) - call.rank
+        for ranks, messages in by_group.items()
+        if {call.direction for call in messages} == {"send", "recv"}
+        for call in messages
+    }
+
+
 def _pair_up(trace: Trace, by_rank: Mapping[int, list[Call]]) -> list[list[Call]]:
     """Return the calls of the ranks that belong together: the n-th, or the n-th of each step."""
-    if len({len(calls) for calls in by_rank.values()}) == 1:
+    recorded = (one.steps for one in trace.activity.ranks if one.rank in by_rank and one.steps)
+    has_same_steps = len({tuple(step.number for step in steps) for steps in recorded}) < 2
+    if has_same_steps and len({len(calls) for calls in by_rank.values()}) == 1:
         return [list(together) for together in zip(*by_rank.values(), strict=True)]
-    # One rank recorded more: its profiler began earlier or ended later. Steps of one number still match.
+    # A rank recorded more, or other steps: its profiler began earlier or later. Steps of one number match.
     by_step: dict[tuple[int, int], list[Call]] = defaultdict(list)
     for rank, calls in by_rank.items():
         steps = find_steps(trace, rank, np.array([call.index for call in calls]))

@@ -12,11 +12,21 @@ import numpy as np
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.collective_calls import Call, find_calls
 from shardscope.trace.analysis.groups import GroupFinder
-from shardscope.trace.analysis.intervals import Int64s, find_exclusive_parts, measure_within
+from shardscope.trace.analysis.intervals import (
+    Int64s,
+    find_exclusive_parts,
+    measure_before,
+    measure_within,
+    merge_intervals,
+    select_inside,
+    subtract,
+    unite,
+)
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
+    from shardscope.trace.analysis.activity import RankActivity
     from shardscope.trace.store import Trace
 
 _REDUCE_SCATTER = re.compile(r"c10d::_?reduce_scatter")
@@ -91,6 +101,8 @@ class WhatIf:
     """Seconds of a step with the change; another rank may then be the slowest."""
     has_steps: bool = True
     """Whether steps are marked in the trace; if not, the seconds are those of the whole recording."""
+    has_messages: bool = False
+    """Whether messages are among the calls: what stages wait for each other's work is in them."""
 
     @property
     def gain_seconds(self) -> float:
@@ -107,7 +119,10 @@ class WhatIf:
         )
         now, changed = format_seconds(self.seconds), format_seconds(self.changed_seconds)
         whole = "a step" if self.has_steps else "the recording"
-        return f"{what}, {whole} would take {changed} instead of {now}."
+        text = f"{what}, {whole} would take {changed} instead of {now}."
+        if self.has_messages:
+            text += " Its messages include waits for other stages (the bubble), which no link removes."
+        return text
 
     def __str__(self) -> str:
         return self.text
@@ -202,6 +217,7 @@ class Collectives(Table[CollectiveRow]):
             seconds=measure_step(self._trace),
             changed_seconds=max(seconds - gains[rank] / count for rank, (seconds, count) in steps.items()),
             has_steps=self._trace.activity.has_steps,
+            has_messages=any(row["kind"] == "send_recv" for row in self if row["axis"] == axis),
         )
 
 
@@ -295,3 +311,17 @@ def _measure_exposed(trace: Trace, index: list[int]) -> Int64s:
         start, end = find_exclusive_parts(trace.start_ns[calls[positions]], activity.end_ns[calls[positions]])
         exposed[positions] = (end - start) - measure_within(rank.compute, start, end)
     return exposed
+
+
+def measure_waits_before(trace: Trace, rank: RankActivity, calls: Int64s) -> Int64s:
+    """Return for how long a rank had waited in calls of one group at the start of each of them.
+
+    It does not wait while it computes, nor in calls of other groups that begin and end meanwhile: it goes on
+    to these.
+    """
+    start, end = trace.start_ns[calls], trace.activity.end_ns[calls]
+    others = np.flatnonzero(trace.activity.is_communication[rank.index]) + rank.index.start
+    others = np.setdiff1d(others, calls)
+    inside = select_inside(trace.start_ns[others], trace.activity.end_ns[others], start, end)
+    waits = subtract(merge_intervals(start, end), unite(rank.compute, merge_intervals(*inside)))
+    return measure_before(waits, start)

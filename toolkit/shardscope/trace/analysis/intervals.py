@@ -88,6 +88,18 @@ def find_exclusive_parts(start: Int64s, end: Int64s) -> tuple[Int64s, Int64s]:
     return part_start, end
 
 
+def select_inside(
+    start: Int64s, end: Int64s, outer_start: Int64s, outer_end: Int64s
+) -> tuple[Int64s, Int64s]:
+    """Return the intervals that are wholly inside one of the outer ones, as starts and ends."""
+    if not len(outer_start):
+        return start[:0], end[:0]
+    order = np.argsort(outer_start, kind="stable")
+    around = np.searchsorted(outer_start[order], start, side="right") - 1
+    is_inside = (around >= 0) & (np.maximum.accumulate(outer_end[order])[around] >= end)
+    return start[is_inside], end[is_inside]
+
+
 def _divide(first: Intervals, second: Intervals) -> tuple[Int64s, Mask, Mask]:
     """Return the starts and ends of both sets in order, and whether the time after each is in each set."""
     points = np.concatenate((first.start, first.end, second.start, second.end))

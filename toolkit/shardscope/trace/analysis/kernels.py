@@ -76,7 +76,7 @@ OPERATOR_KINDS = (
         "elementwise",
         r"::(?:add|sub|mul|div|neg|pow|rsqrt|sqrt|exp|log|silu|gelu|relu|sigmoid|tanh|where|cos|sin|clamp"
         r"|threshold|abs|eq|ne|lt|gt|le|ge|masked_fill|dropout|addcmul|addcdiv|lerp|bitwise|logical|isfinite"
-        r"|reciprocal|maximum|minimum|tril|triu|arange)",
+        r"|reciprocal|maximum|minimum|tril|triu|arange)|^## Call CompiledFxGraph",
     ),
 )
 """Classes of kernels by their name, and of operators by theirs; the first that matches."""

@@ -14,7 +14,13 @@ import numpy.typing as npt
 
 from shardscope.core.number_format import format_count
 from shardscope.timing.report import format_seconds
-from shardscope.trace.analysis.collectives import find_collectives, list_step_seconds, measure_step
+from shardscope.trace.analysis.collectives import (
+    find_collectives,
+    list_step_seconds,
+    measure_step,
+    measure_waits_before,
+)
+from shardscope.trace.analysis.intervals import Mask
 from shardscope.trace.table import Table
 
 if TYPE_CHECKING:
@@ -31,6 +37,8 @@ NUM_PERMUTATIONS = 1999
 MIN_CALLS_OF_CERTAINTY = 30
 """With fewer calls, a delay that is likely by chance may still be a straggler's."""
 _AFTER_ALL = 2**63
+QUEUE_GAP_NS = 10_000
+"""A collective that begins within this time of the end of its group's previous one was queued behind it."""
 MAX_NAMED = 4
 """Number of stragglers with figures in the sentence: a stage of a pipeline may have hundreds of ranks."""
 MAX_PERMUTED_CALLS = 500
@@ -192,9 +200,9 @@ class _Durations(NamedTuple):
     """With the time for which the rank waited in other groups before."""
     longest: Ints
     """With the longest time for which it may have waited."""
-    is_uncertain: npt.NDArray[np.bool_]
+    is_uncertain: Mask
     """Whether some of that is not known, by call."""
-    is_message: npt.NDArray[np.bool_]
+    is_message: Mask
     """Whether the call is a send and its receive. Stages wait there by the schedule, each at other calls of a
     step: a part of these calls says nothing."""
 
@@ -219,16 +227,16 @@ class _Wait(NamedTuple):
 def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple[Ints, _Durations]]:
     """Yield the ranks of each group (as positions), and how long each of them is in each call.
 
-    Of calls in flight together, such as DDP's buckets, a later one counts from the end of those before it:
-    otherwise the time by which a rank is late would count once for each of them. A rank that waited in other
-    groups before a call counts as there by so much earlier: it is late because of the rank it waited for.
-    If more waits are unknown for some of the ranks than for others, none of them is earlier: only some would
-    be.
+    A rank that waited in other groups before a call counts as there by so much earlier: it is late because of
+    the rank it waited for. If more waits are unknown for some of the ranks than for others, none of them is
+    earlier: only some would be.
     """
     by_call: dict[int, dict[int, int]] = defaultdict(dict)
     is_in_steps = trace.activity.is_in_steps
     messages: list[int] = []
+    exposed: dict[int, int] = {}
     for row, index in zip(collectives, collectives.slices, strict=True):
+        exposed[index] = round(row["exposed_seconds"] * 1e9)
         if row["call"] >= 0 and is_in_steps[index]:
             by_call[row["call"]][row["rank"]] = index
             if row["kind"] == "send_recv":
@@ -243,9 +251,8 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         slices = np.array([[of_ranks[rank] for rank in group] for of_ranks in calls])
         # One order for all ranks, by the first one's clock: they are compared in the same part of each call.
         slices = slices[np.argsort(trace.start_ns[slices[:, 0]], kind="stable")]
-        start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
-        start[1:] = np.maximum(start[1:], np.maximum.accumulate(end, axis=0)[:-1])
         positions = np.array([trace.ranks.index(rank) for rank in group])
+        is_message = np.isin(slices[:, 0], messages)
         # Since the previous call of the group: waits before calls in flight together count once, too.
         totals = np.array([[waited[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
         before, at_end = totals[:, :, 0], totals[:, :, 1]
@@ -253,7 +260,9 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         before = np.maximum(before, 0)
         known, estimated, possible, num_unknown, num_estimated, of_messages = np.moveaxis(before, -1, 0)
         is_comparable = num_unknown.min(axis=1, keepdims=True) == num_unknown.max(axis=1, keepdims=True)
-        inside = np.maximum(end - start, 0)
+        # A receive may begin long before its stage needs it, which makes no stage early: only waiting counts.
+        inside = np.array([[exposed[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
+        inside[~is_message] = _measure_new_leads(trace, positions, slices[~is_message])
         own = inside + of_messages
         yield (
             positions,
@@ -263,9 +272,28 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
                 corrected=own + is_comparable * (known + estimated),
                 longest=own + known + estimated + possible,
                 is_uncertain=np.any(num_unknown + num_estimated > 0, axis=1),
-                is_message=np.isin(slices[:, 0], messages),
+                is_message=is_message,
             ),
         )
+
+
+def _measure_new_leads(trace: Trace, positions: Ints, slices: Ints) -> Ints:
+    """Return for how long each rank was in each call, without the time by which it was early before.
+
+    A rank that is early stays so until it waits, and it does not wait while it computes: at each of DDP's
+    buckets the others are late by the same time, which counts once.
+    """
+    start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
+    ranks, inside = [trace.activity.ranks[position] for position in positions.tolist()], end - start
+    waited = np.array([measure_waits_before(trace, *one) for one in zip(ranks, slices.T, strict=True)]).T
+    queued_until = np.maximum.accumulate(end, axis=0) + QUEUE_GAP_NS
+    lead = inside[:1].sum(axis=0)
+    for number in range(1, len(slices)):
+        lead = np.maximum(lead - (waited[number] - waited[number - 1]), 0)
+        # The rank may have been there earlier, and its call queued behind the one before.
+        new = np.maximum(inside[number], lead * (start[number] <= queued_until[number - 1]))
+        inside[number], lead = new - lead, new
+    return inside
 
 
 def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:

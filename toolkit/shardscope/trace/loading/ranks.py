@@ -128,24 +128,39 @@ def _read_file(
 
 
 def _choose_recordings(ranks: list[RankColumns], notes: list[str]) -> list[RankColumns]:
-    """Return the latest recording of each rank: the profiler may write one file a cycle of its schedule."""
+    """Return the latest recording of each rank: the profiler may write one file a cycle of its schedule.
+
+    If some ranks have not written their last cycle, it is the latest one that all of them have.
+    """
     recordings: dict[int, list[RankColumns]] = {}
     for rank in ranks:
         if rank.texts.document.rank is not None:
             recordings.setdefault(rank.texts.document.rank, []).append(rank)
+    of_ranks = [{_list_steps(one) for one in candidates} for candidates in recordings.values()]
+    complete = [one for one in ranks if _list_steps(one) and all(_list_steps(one) in of for of in of_ranks)]
+    steps = _list_steps(max(complete, key=_find_begin)) if complete else None
     left_out: set[int] = set()
     for number, candidates in recordings.items():
         if len(candidates) == 1:
             continue
         latest = max(candidates, key=_find_begin)
-        others = [rank for rank in candidates if rank is not latest]
+        chosen = max(
+            (one for one in candidates if _list_steps(one) == steps), key=_find_begin, default=latest
+        )
+        others = [rank for rank in candidates if rank is not chosen]
         left_out |= {id(rank) for rank in others}
         names = ", ".join(rank.path.name for rank in others[:_MAX_LISTED])
+        which = "the latest" if chosen is latest else "the latest whose steps all ranks recorded"
         notes.append(
-            f"rank {number} has {len(candidates)} recordings: {latest.path.name}, the latest, is shown; "
+            f"rank {number} has {len(candidates)} recordings: {chosen.path.name}, {which}, is shown; "
             f"left out: {names}"
         )
     return [rank for rank in ranks if id(rank) not in left_out]
+
+
+def _list_steps(rank: RankColumns) -> frozenset[int]:
+    """Return the numbers of the steps that are marked in a recording."""
+    return frozenset(int(match[1][:9]) for name in rank.texts.names if (match := STEP.match(name)))
 
 
 def _find_begin(rank: RankColumns) -> tuple[int, float]:
@@ -224,8 +239,7 @@ def list_missing_steps(ranks: list[RankColumns]) -> list[str]:
     # By the steps themselves: most ranks recorded the same ones, which are held once.
     ranks_by_steps: dict[frozenset[int], list[int]] = {}
     for rank in ranks:
-        recorded = frozenset(int(match[1][:9]) for name in rank.texts.names if (match := STEP.match(name)))
-        ranks_by_steps.setdefault(recorded, []).append(get_rank(rank))
+        ranks_by_steps.setdefault(_list_steps(rank), []).append(get_rank(rank))
     steps = frozenset[int]().union(*ranks_by_steps)
     missing = {
         tuple(sorted(steps - recorded)): numbers

@@ -209,7 +209,8 @@ def sum_operators(trace: Trace) -> list[NameTotals]:
     """Return the totals of operators and kernels by name, most self time first."""
     # All names, because annotations are removed from the list only afterwards.
     totals = Tiler(trace).sum_by_name(0, max(trace.duration_ns_total, 1), limit=len(trace.names))
-    annotations = {trace.names[i] for i in np.unique(trace.name_index[trace.activity.is_wrapper])}
+    is_annotation = trace.activity.is_wrapper & ~trace.activity.is_compute
+    annotations = {trace.names[i] for i in np.unique(trace.name_index[is_annotation])}
     return [row for row in totals if row["name"] not in annotations]
 
 

@@ -23,7 +23,7 @@ OTHER_SPELLINGS = {
     "num_experts": ("num_local_experts", "n_routed_experts"),
     "intermediate_size": ("n_inner", "ffn_hidden_size"),
     "num_key_value_heads": ("num_kv_heads",),
-    "qk_norm": ("qk_layernorm",),
+    "qk_norm": ("qk_layernorm", "use_qk_norm"),
     "parallel_residual": ("use_parallel_residual", "parallel_attn"),
     "attention_bias": ("qkv_bias", "use_bias", "bias"),
     "attention_output_bias": ("attention_out_bias",),

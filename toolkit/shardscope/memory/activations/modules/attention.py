@@ -298,6 +298,11 @@ def list_latent_tensors(arch: Architecture, modules: Modules) -> list[SavedTenso
     for rank, projection in ranks:
         normed = c * modules.trained + c * modules.inner_copies(projection)
         saved += rank * (FP32 + normed) + FP32
+    latent = arch.latent_attention
+    if latent is not None and c == FP32:
+        # Without a cast the norm saves its input itself, a view of a projection that also has the keys'
+        # rotated part (modeling_deepseek_v3.py, DeepseekV3Attention.forward: ``compressed_kv``).
+        saved += latent.qk_rope_head_dim * FP32
     return [SavedTensor("attention", saved, "sequence")]
 
 

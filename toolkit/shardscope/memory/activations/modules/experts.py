@@ -57,15 +57,13 @@ def _compute_router(arch: Architecture, modules: Modules) -> int:
         return 2 * top_k * c + indices + INT64 * top_k * modules.trained
     if router == "softmax_upcast":
         upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
-        return count * FP32 * (2 if c == FP32 else 1) + top_k * FP32 + indices + upcast
+        return count * FP32 + top_k * FP32 + indices + upcast
     if router == "softmax_cast":
         return count * FP32 + top_k * c + indices
     if router == "sigmoid":
         score = c if modules.autocast else FP32
         upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
-        # Measured: with everything in fp32 one more tensor of scores stays.
-        scores = count * score * (2 if c == FP32 else 1)
-        return scores + score + 2 * top_k * score + indices + upcast
+        return count * score + score + 2 * top_k * score + indices + upcast
     return count * FP32 + FP32 + 2 * top_k * FP32 + indices
 
 

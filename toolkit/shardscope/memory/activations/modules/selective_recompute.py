@@ -37,8 +37,9 @@ def list_selective_tensors(arch: Architecture, moe: bool, modules: Modules) -> l
     experts = arch.mixture_of_experts
     width = arch.intermediate_size
     if moe and experts is not None:
-        # DeepSeek's router computes its logits in fp32.
-        score = FP32 if arch.latent_attention is not None and not modules.autocast else c
+        # The routers of DeepSeek and GLM-4.5 compute their logits in fp32.
+        upcasts = find_family(arch).router in ("sigmoid", "softmax_upcast")
+        score = FP32 if upcasts and not modules.autocast else c
         tensors.append(SavedTensor("experts", experts.num_experts * score, "sequence"))
         width = experts.shared_expert_intermediate_size
         if find_family(arch).has_shared_expert_gate:
