@@ -58,7 +58,6 @@ class SavesOntoFullDisk(ss.Pretrain):
         from shardscope.training.tasks import final_export
 
         final_export.RETRY_SECONDS, final_export.POLL_SECONDS = 0.2, 0.1
-        final_export.NUM_ATTEMPTS_OF_STOP = 10_000
         fill_disk(ctx.folder, fits=1)
         super().__call__(ctx)
 

@@ -109,6 +109,7 @@ def resume_and_export(ctx: StandInContext) -> dict[str, Any]:
 
 def held_up(ctx: StandInContext) -> dict[str, Any]:
     """Save a checkpoint whose writing is held up for a step, and one whose part a rank cannot write."""
+    from shardscope.frameworks.deepspeed.engine import checkpointing
     from shardscope.frameworks.deepspeed.engine.checkpointing import StagedFiles
 
     plan, write, may_go_on = make_plan(2, **PLANS["zero-1"]), StagedFiles.write, threading.Event()
@@ -116,6 +117,9 @@ def held_up(ctx: StandInContext) -> dict[str, Any]:
     def fail_on_rank_1(files: StagedFiles) -> None:
         if ctx.rank == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail_for_no_disk(*_: Any) -> None:
+        raise TypeError("not of the disk")
 
     engine, folder = set_up_engine(ctx, plan), ctx.folder / CHECKPOINTS
     engine.save(checkpoint_path(ctx.folder, 1))
@@ -131,6 +135,11 @@ def held_up(ctx: StandInContext) -> dict[str, Any]:
     with pytest.raises(OSError, match="No space left") as refusal:
         engine.begin_save(checkpoint_path(ctx.folder, 3))()
     StagedFiles.write = write
+    # An error that is not the disk's, of rank 0 alone: the others waited for it, and it for them.
+    write_position, checkpointing.write_position = checkpointing.write_position, fail_for_no_disk
+    with pytest.raises((TypeError, RuntimeError)):
+        engine.begin_save(checkpoint_path(ctx.folder, 4))()
+    checkpointing.write_position = write_position
     after = [path.name for path in list_checkpoints(ctx.folder)]
     torch.distributed.barrier()
     return {

@@ -167,3 +167,29 @@ def test_fault_23_a_run_goes_on_without_copies_of_nvme_files(tmp_path: Path) -> 
     assert run.wait(600) == "finished", run.error
     assert run.model is not None and not list((run.folder / "checkpoints").iterdir())
     assert "step-000004 could not be saved: No space left" in run.reason
+
+
+def test_partitions_that_are_too_small_for_files_are_resumed(tmp_path: Path) -> None:
+    """They had the weights from before the training, as norms have in every model."""
+    architecture = replace(
+        ss.Architecture.of_size("2m"),
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=128,
+        num_hidden_layers=1,
+    )
+    small = replace(plan(1, LAYOUTS["optimizer"]), architecture=architecture)
+
+    def train(**fields: Any) -> tuple[ss.Run, list[float]]:
+        task = ss.Pretrain(schedule="constant", warmup=0, **fields)
+        run = ss.launch(small, task, folder=tmp_path)
+        assert run.wait(600) == "finished", run.error
+        return run, [record["loss"] for record in run.metrics() if record["rank"] == 0]
+
+    _, losses = train(num_steps=4)
+    saved, _ = train(num_steps=2, save_checkpoint=True)
+    assert not list(saved.folder.rglob("*.swp"))
+    _, resumed = train(num_steps=4, resume=saved.folder)
+    assert resumed == losses[2:]

@@ -24,7 +24,7 @@ from shardscope.core.errors import FieldError
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line, read_json, write_json
 from shardscope.runs.explain.exceptions import make_exception_record
-from shardscope.runs.explain.failure import find_first_failure, has_rank_died, looks_like_peer_lost
+from shardscope.runs.explain.failure import EXIT, find_first_failure, has_rank_died, looks_like_peer_lost
 from shardscope.runs.launch import launcher
 from shardscope.runs.launch.launch import launch
 
@@ -264,6 +264,23 @@ def test_fault_11_the_launcher_waits_for_the_threads_that_watch_its_ranks(tmp_pa
     assert time.monotonic() - started < 10
 
 
+def test_the_first_exit_code_counts_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch elastic reports it again at the end: the rank seemed to have died after its peers."""
+
+    def find_no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_json(folder.rank(1), {"port": 0})
+    monkeypatch.setattr(launcher, "append_line", find_no_space)
+    launcher._write_exit(folder, 1, None, {"time": 1.0, "monotonic": 1.0})
+    launcher._write_exit(folder, 1, -9)
+    launcher._write_exit(folder, 1, -15)
+    entry = (read_json(folder.rank(1)) or {})[EXIT]
+    assert entry == {"time": 1.0, "monotonic": 1.0, "rank": 1, "code": -9}
+
+
 @thorough()
 def test_a_failure_is_logged_without_torchs_compiler() -> None:
     """Which torch imports to write an exception into its log: a failed run would end seconds later."""
@@ -298,6 +315,8 @@ def test_fault_11_errors_of_a_lost_peer_are_recognized() -> None:
         "DistBackendError", "NCCL error: remote process exited or there was a network error"
     )
     assert looks_like_peer_lost("ConnectionResetError", "[Errno 104] Connection reset by peer")
+    # It was reported as the reason where it was raised first.
+    assert looks_like_peer_lost("OtherRankError", "other ranks could not write their part")
     assert not looks_like_peer_lost("ValueError", "broken pipe in my head")
 
 

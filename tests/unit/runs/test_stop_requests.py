@@ -95,6 +95,9 @@ def test_a_stop_without_a_checkpoint_stays_one(tmp_path: Path) -> None:
     ctx = Context(rank=0, world_size=1, device=device, plan=PLAN, folder=folder)
     append_line(folder.control, {"command": "stop", "checkpoint": True})
     assert ctx.poll()[0] and not ctx.stops_without_checkpoint
+    # The supervisor does not end a checkpoint for it either.
+    append_line(folder.control, {"command": "stop", "kernel_ended": True})
+    assert ctx.poll()[0] and not ctx.stops_without_checkpoint
     append_line(folder.control, {"command": "stop", "checkpoint": False})
     append_line(folder.control, {"command": "stop", "checkpoint": True})
     assert ctx.poll()[0] and ctx.stops_without_checkpoint

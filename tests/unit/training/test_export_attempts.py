@@ -14,6 +14,7 @@ from tests.requirements import needs
 
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import read_json, write_json
+from shardscope.runs.launch.supervision.stop_sequence import CHECKPOINT_GRACE_SECONDS
 from shardscope.training.tasks import final_export
 
 needs("torch")
@@ -48,13 +49,12 @@ class OneRank:
 
 
 @pytest.fixture(autouse=True)
-def few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardscope.training.checkpoints import temporary_folder
 
     monkeypatch.setattr(temporary_folder, "raising_on_all_ranks", contextlib.nullcontext)
     monkeypatch.setattr(final_export, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(final_export, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(final_export, "NUM_ATTEMPTS", 3)
 
 
 def export(ctx: OneRank, complete: Callable[[Path], None] = lambda folder: None) -> None:
@@ -101,10 +101,61 @@ def test_weights_that_are_written_are_not_written_again_for_their_tokenizer(tmp_
     assert len(ctx.exports) == 1 and not errors
 
 
-def test_a_run_that_gives_up_says_that_the_weights_are_there(tmp_path: Path) -> None:
+def test_a_run_that_gives_up_says_that_the_weights_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(final_export, "GIVE_UP_SECONDS", 0.05)
+
     def complete(folder: Path) -> None:
         raise NO_SPACE
 
     with pytest.raises(RuntimeError, match="export has the weights, but not") as raised:
         export(OneRank(tmp_path), complete)
     assert "Nothing is kept" not in str(raised.value)
+
+
+class Clock:
+    """Stands for the module ``time``."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class StopsWhileItWaits(OneRank):
+    """Gets a stop with a checkpoint at the first poll. Each of its attempts writes for a minute."""
+
+    clock = Clock()
+
+    def export(self, name: str) -> None:
+        self.clock.sleep(60)
+        raise NO_SPACE
+
+    def poll(self) -> tuple[bool, list[dict[str, object]]]:
+        return True, []
+
+
+def test_ranks_give_up_before_a_stop_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They made fifty attempts, however long each took: an hour, for ranks that are killed in ten minutes."""
+    monkeypatch.setattr(final_export, "time", StopsWhileItWaits.clock)
+    monkeypatch.setattr(final_export, "RETRY_SECONDS", 10.0)
+    monkeypatch.setattr(final_export, "POLL_SECONDS", 1.0)
+    with pytest.raises(RuntimeError, match="Nothing is kept of 2 steps"):
+        export(StopsWhileItWaits(tmp_path))
+    since_stop = StopsWhileItWaits.clock.seconds - 60
+    assert 400 < since_stop < CHECKPOINT_GRACE_SECONDS
+
+
+def test_a_stop_ends_the_waiting_if_the_best_checkpoint_has_the_weights(tmp_path: Path) -> None:
+    """Only the newest one was looked at: early stopping exports the best weights, which are often older."""
+    for name, num_steps in (("best", 2), ("step-000004", 4)):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        position = {"num_steps_done": num_steps}
+        write_json(tmp_path / "checkpoints" / name / "position.json", position)
+    ctx = StopsWhileItWaits(tmp_path)
+    untyped: Any = ctx
+    assert not final_export.export_when_possible(untyped, lambda folder: None)

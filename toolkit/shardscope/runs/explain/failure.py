@@ -207,7 +207,9 @@ def has_rank_died(folder: RunFolder) -> bool:
 
 
 def looks_like_peer_lost(name: str, text: str) -> bool:
-    """Return whether an exception only reports that another rank is gone."""
+    """Return whether an exception only reports that another rank is gone, or has failed."""
+    if name == "OtherRankError":  # training/checkpoints/temporary_folder.py
+        return True
     lower = text[-8192:].lower()
     # If the task itself waits for an async operation, no torch frame is in the traceback, but gloo's message
     # names its own source file.

@@ -251,6 +251,8 @@ class Context:
         # A stop is remembered, so that `commands()` does not lose it for `should_stop`, and the reverse.
         for command in self._feed.poll():
             if command["command"] == "stop":
+                if self._stop_requested and command.get("kernel_ended") is True:
+                    continue  # A checkpoint that is being saved is what the stop before it was for.
                 self._stop_requested = True
                 self.stops_without_checkpoint |= command.get("checkpoint") is not True
                 self._note_reader(SAW_STOP)

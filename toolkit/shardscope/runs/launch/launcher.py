@@ -261,8 +261,11 @@ def _write_exit(folder: RunFolder, rank: int, code: int | None, when: dict[str, 
         append_line(folder.exits, record)
     except OSError as error:
         # On a full disk the rank's own record, which it does not write any more, has room for a few bytes.
+        own = read_json(folder.rank(rank)) or {}
+        if isinstance(first := own.get(EXIT), dict):  # The first time counts, as of the lines.
+            record = {**first, "code": code if first.get("code") is None else first["code"]}
         try:
-            write_json_on_full_disk(folder.rank(rank), {**(read_json(folder.rank(rank)) or {}), EXIT: record})
+            write_json_on_full_disk(folder.rank(rank), {**own, EXIT: record})
         except OSError:
             problem = f"rank {rank} ended with {code}, which could not be written: {error}"
             print(problem, file=sys.stderr, flush=True)

@@ -23,6 +23,10 @@ _FAILED_WRITES = ("inline_container.cc", "iostream error")
 """Parts of torch's errors of a write of ``torch.save`` that failed, which do not say why."""
 
 
+class OtherRankError(RuntimeError):
+    """Consequence of another rank's error, which is the reason of the failure (runs/explain/failure.py)."""
+
+
 @contextmanager
 def replace_when_complete(path: Path) -> Iterator[Path]:
     """Yield an empty folder on all ranks, which is renamed to ``path`` when every rank has left the block.
@@ -99,7 +103,7 @@ def raise_on_all_ranks(
 
 
 def raise_if_a_rank_failed(error: BaseException | None, path: Path, group: dist.ProcessGroup) -> None:
-    """Raise this rank's ``error``, or ``RuntimeError`` if another rank of ``group`` has one. Collective.
+    """Raise this rank's ``error``, or ``OtherRankError`` if another rank of ``group`` has one. Collective.
 
     For the threads that write ``path``: :func:`raise_on_all_ranks` then tells all ranks the same.
     """
@@ -108,7 +112,7 @@ def raise_if_a_rank_failed(error: BaseException | None, path: Path, group: dist.
     if error is not None:
         raise error
     if int(failed):
-        raise RuntimeError(f"other ranks could not write their part of {path}")
+        raise OtherRankError(f"other ranks could not write their part of {path}")
 
 
 @contextmanager
@@ -176,7 +180,12 @@ def replace_folder(temporary: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
-    temporary.rename(path)
+    try:
+        temporary.rename(path)
+    except OSError:
+        if old.exists():  # The next call would delete it.
+            old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

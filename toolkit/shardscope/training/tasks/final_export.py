@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardscope.core.number_format import format_count
 from shardscope.machine.os_errors import find_disk_fix, is_disk_error
@@ -20,6 +20,8 @@ from shardscope.training.checkpoints.folders import BEST, CHECKPOINTS, count_ste
 
 if TYPE_CHECKING:
     from shardscope.training.engine import TrainingContext
+
+Answer = TypeVar("Answer")
 
 ENTRY = "export"
 """Entry of rank 0's engine report about the export."""
@@ -35,10 +37,10 @@ RETRY_SECONDS = 10.0
 """Time between two attempts."""
 POLL_SECONDS = 1.0
 """Time between two looks for a stop."""
-NUM_ATTEMPTS = 360
-"""About an hour: a full disk is usually noticed by then, and the GPUs are paid for."""
-NUM_ATTEMPTS_OF_STOP = 50
-"""The same for a stop with a checkpoint, whose ranks are ended after ten minutes."""
+GIVE_UP_SECONDS = 3600.0
+"""Time after which no attempt begins: a full disk is usually noticed by then, and the GPUs are paid for."""
+GIVE_UP_SECONDS_OF_STOP = 500.0
+"""The same after a stop with a checkpoint, whose ranks are ended after ten minutes."""
 
 
 def export_when_possible(
@@ -66,8 +68,8 @@ def export_when_possible(
         return _describe_kept(ctx, fix)
 
     def is_kept() -> bool:
-        newest = _find_newest(ctx)
-        return newest is not None and newest.num_steps_done == ctx.engine.num_steps_done
+        # Not only the newest one: early stopping exports the best weights, which may be older.
+        return any(kept.num_steps_done == ctx.engine.num_steps_done for kept in _list_kept(ctx))
 
     problem = "the trained weights cannot be exported"
     return _repeat(ctx, export, problem, describe_kept, is_stopped=False, is_kept=is_kept)
@@ -95,30 +97,31 @@ def _repeat(
 
     ``is_stopped``: whether a stop with a checkpoint was requested before. ``is_kept`` returns whether a
     checkpoint has the weights. Return False if a stop gives the write up, which is no failure. Raises
-    ``RuntimeError`` after too many attempts, and other errors at once.
+    ``RuntimeError`` after too long a time, and other errors at once.
     """
-    began, attempt = time.monotonic(), 0
-    num_attempts = NUM_ATTEMPTS_OF_STOP if is_stopped else NUM_ATTEMPTS
+    began, is_first = time.monotonic(), True
+    until = began + (GIVE_UP_SECONDS_OF_STOP if is_stopped else GIVE_UP_SECONDS)
     while True:
         error = _try_to(write)
         if error is None:
-            if attempt and ctx.rank == 0:
+            if not is_first and ctx.rank == 0:
                 note_for_supervisor(ctx.folder, WAITS, "")
             return True
         why, fix = f"{problem}: {error.strerror}", find_disk_fix(error)
-        if attempt == 0:
+        if is_first:
             print(f"{why}. The ranks keep the weights, and try again every {RETRY_SECONDS:.0f} s", flush=True)
         if ctx.rank == 0:
             period = "ten minutes" if is_stopped else "an hour"
             waits = f"{why}. The ranks keep the weights and try again for {period}. Nearest fix: {fix}"
             note_for_supervisor(ctx.folder, WAITS, waits)
-        attempt += 1
+        is_first = False
         stop_requested = _wait_for_next_attempt(ctx, is_stopped)
         if stop_requested and not is_stopped:
             # The ranks are ended some time after a stop with a checkpoint.
-            is_stopped, num_attempts = True, attempt + NUM_ATTEMPTS_OF_STOP
+            is_stopped, until = True, time.monotonic() + GIVE_UP_SECONDS_OF_STOP
         is_given_up = ctx.stops_without_checkpoint or (is_stopped and is_kept())
-        if is_given_up or attempt >= num_attempts:
+        # An attempt may itself take minutes, so they are not counted.
+        if is_given_up or _ask_rank_0(time.monotonic() >= until):
             break
     minutes = round((time.monotonic() - began) / 60)
     waited = f", for {format_count(minutes, 'minute')}" if minutes else ""
@@ -189,23 +192,31 @@ class _Kept(NamedTuple):
     num_steps_done: int
 
 
-def _find_newest(ctx: TrainingContext) -> _Kept | None:
-    """Return the newest checkpoint, the same on all ranks; None if there is none."""
+def _list_kept(ctx: TrainingContext) -> list[_Kept]:
+    """Return the checkpoints in the order of their steps, the same on all ranks."""
+    kept = [
+        _Kept(str(path.relative_to(ctx.folder)), count_steps(path)) for path in list_resumable(ctx.folder)
+    ]
+    # Where nodes share no folder, only rank 0's has complete checkpoints.
+    return _ask_rank_0(kept)
+
+
+def _ask_rank_0(answer: Answer) -> Answer:
+    """Return the ``answer`` of rank 0. Collective."""
     import torch
     import torch.distributed as dist
 
-    path = next(reversed(list_resumable(ctx.folder)), None)
-    found = [None if path is None else _Kept(str(path.relative_to(ctx.folder)), count_steps(path))]
-    # Where nodes share no folder, only rank 0's has complete checkpoints. gloo, which every run has.
-    dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-    return found[0]
+    answers = [answer]
+    if dist.is_initialized():
+        dist.broadcast_object_list(answers, src=0, device=torch.device("cpu"))  # gloo, which every run has.
+    return answers[0]
 
 
 def _describe_kept(ctx: TrainingContext, fix: str) -> str:
     """Return what is kept of the weights that were not written, and how to go on after ``fix``."""
     done = ctx.engine.num_steps_done
-    newest = _find_newest(ctx)
+    kept = _list_kept(ctx)
     fix = f"Nearest fix: {fix}, then launch again"
-    if newest is None:
+    if not kept:
         return f"Nothing is kept of {format_count(done, 'step')}. {fix}"
-    return f"{newest.name} is kept. {fix} with resume={ctx.folder.name!r}"
+    return f"{kept[-1].name} is kept. {fix} with resume={ctx.folder.name!r}"

@@ -112,11 +112,11 @@ class AsyncSave:
             delete_temporary(self._path)
 
 
-def _try_to(write: Callable[[], None]) -> OSError | None:
-    """Call ``write``. Return the disk's error; None without."""
+def _try_to(write: Callable[[], None]) -> Exception | None:
+    """Call ``write``. Return its error, for which the other ranks would wait; None without."""
     try:
         write()
-    except OSError as error:
+    except Exception as error:
         return error
     return None
 
@@ -145,6 +145,8 @@ def _copy_nvme_files(source: Path, folder: Path, rank: int) -> None:
     As ``save_checkpoint`` does: without gradients, in a folder of each rank (runtime/engine.py).
     """
     target = folder / TAG / "offloaded_tensors" / f"rank{rank:0>2d}"
+    # Also without files, if all partitions are so small that they stay in memory: it is read all the same.
+    target.mkdir(parents=True)
     for path in source.rglob("*"):
         name = path.relative_to(source)
         if path.is_file() and not any("gradient" in part for part in name.parts):
@@ -165,8 +167,33 @@ def load_checkpoint(
     _check_fits(path, position, run_position)
     with _restore_missing_settings(engine.optimizer), restrict_pickles(engine, path):
         engine.load_checkpoint(str(path), tag=TAG, load_module_strict=not only_trained)
+        if engine.zero_nvme_offload_optimizer():
+            _load_partitions_in_memory(engine, path)
     random_state.restore_states(path)
     return int(position["num_steps_done"])
+
+
+def _load_partitions_in_memory(engine: DeepSpeedEngine, path: Path) -> None:
+    """Load the partitions that are too small for files on NVMe, such as those of norms.
+
+    DeepSpeed 0.19.8 loads only the files, and of them only the weights: their Adam states begin again
+    (runtime/engine.py, ``load_checkpoint``).
+    """
+    zero = engine.optimizer
+    file = engine._get_zero_ckpt_name(str(path), TAG)
+    saved = engine.checkpoint_engine.load(file, map_location="cpu")["optimizer_state_dict"]
+    states = saved["optimizer_state_dict"]["state"]
+    zero.checkpoint_event_prologue()
+    for number, weights in enumerate(saved["fp32_flat_groups"]):
+        if not zero._swappable_optimizer_subgroup(number):
+            partition = zero.fp32_partitioned_groups_flat[number]
+            partition.data.copy_(weights)
+            zero.optimizer.state[partition] = {
+                name: value.to(partition.device) if isinstance(value, torch.Tensor) else value
+                for name, value in states[number].items()
+            }
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+    zero.checkpoint_event_epilogue()
 
 
 @contextmanager
