@@ -727,7 +727,9 @@ def test_calls_in_flight_together_count_a_delay_once(tmp_path: Path) -> None:
     assert "rank 1 arrives 30.0 µs a step after the others (30 % of the step" in result.text
 
 
-def make_overlapped_buckets(delays: np.ndarray[Any, Any], segment: int = 10_000_000) -> dict[int, Events]:
+def make_overlapped_buckets(
+    delays: np.ndarray[Any, Any], segment: int = 10_000_000, first_transfer: int = 4_000_000
+) -> dict[int, Events]:
     """Steps of DDP: ranks compute on while eight buckets are reduced, and wait for the last one only.
 
     ``delays`` are added to the forward of each step (rows) on each rank.
@@ -741,12 +743,12 @@ def make_overlapped_buckets(delays: np.ndarray[Any, Any], segment: int = 10_000_
         for rank in range(num_ranks):
             ranks[rank].append(kernel(now[rank], now[rank] + 60_000_000 + delays[number, rank]))
         now += 60_000_000 + delays[number]
-        for _ in range(8):
+        for bucket in range(8):
             for rank in range(num_ranks):
                 ranks[rank].append(kernel(now[rank], now[rank] + segment))
             now += segment
             start = np.maximum(now, free)
-            free[:] = start.max() + 4_000_000
+            free[:] = start.max() + (4_000_000 if bucket else first_transfer)
             for rank in range(num_ranks):
                 ranks[rank].append(all_reduce(start[rank], free[rank], **args))
         now = np.maximum(now, free) + 5_000_000
@@ -763,6 +765,67 @@ def test_a_delay_before_overlapped_buckets_counts_once(tmp_path: Path, segment: 
     result = load_ranks(tmp_path, make_overlapped_buckets(delays, segment)).stragglers()
     assert [row["rank"] for row in result if row["is_straggler"]] == [2]
     assert result[2]["late_seconds"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("first_transfer", [20_000_000, 38_000_000])
+def test_the_transfer_of_a_large_bucket_is_no_delay(tmp_path: Path, first_transfer: int) -> None:
+    """Behind it other buckets queue, up to one that begins later on the late rank: the whole transfer was
+    its delay, too.
+    """
+    delays = np.zeros((12, 4), int)
+    delays[:, 2] = 4_000_000
+    ranks = make_overlapped_buckets(delays, first_transfer=first_transfer)
+    result = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [2]
+    assert result[2]["late_seconds"] == pytest.approx(0.004)
+
+
+def test_a_call_that_begins_while_another_one_is_in_flight_is_not_queued_behind_it(tmp_path: Path) -> None:
+    """As FSDP's all-gathers during a reduce-scatter on another stream: ranks are late in turn there."""
+    args, ranks = arguments("allreduce", 8, 2), dict[int, Events]()
+    for rank in (0, 1):
+        ranks[rank] = []
+        for begin in range(0, 8_000_000, 1_000_000):
+            early, late = (begin + 100_000 + 20_000 * rank, begin + 320_000 - 20_000 * rank)
+            ranks[rank] += [
+                step(begin // 1_000_000, begin, begin + 1_000_000),
+                kernel(begin, begin + 900_000),
+                all_reduce(begin, begin + 800_000, 21, **args),
+                all_reduce(early, begin + 200_000, **args),
+                all_reduce(late, begin + 400_000, **args),
+            ]
+    result = load_ranks(tmp_path, ranks).stragglers()
+    # Rank 0 arrives 20 us earlier, then 20 us later than rank 1.
+    assert result[0]["late_seconds"] == pytest.approx(40e-6)
+
+
+def test_a_pipeline_of_two_stages_is_compared_at_calls_that_are_no_messages(tmp_path: Path) -> None:
+    """All ranks are those of the messages, too, where stages wait by the schedule."""
+    ranks: dict[int, Events] = {0: [], 1: []}
+    sent = arguments("send", 8, 2, "pp", **{"Process Group Ranks": "[0, 1]"})
+    received = arguments("recv", 8, 2, "pp", **{"Process Group Ranks": "[0, 1]"})
+    norm = arguments("allreduce", 1, 2, "world", **{"Process Group Ranks": "[0, 1]"})
+    name = "ncclDevKernel_SendRecv"
+    for number in range(12):
+        t = 300_000 * number
+        # Rank 1 waits for the forward of rank 0, takes 20 us longer than it, and rank 0 waits for it.
+        ranks[0] += [
+            step(number, t, t + 300_000),
+            kernel(t, t + 100_000),
+            kernel(t + 100_000, t + 101_000, name, 30, **sent),
+            kernel(t + 101_000, t + 222_000, name, 31, **received),
+            all_reduce(t + 222_000, t + 223_000, 32, **norm),
+        ]
+        ranks[1] += [
+            step(number, t, t + 300_000),
+            kernel(t, t + 101_000, name, 30, **received),
+            kernel(t + 101_000, t + 221_000),
+            kernel(t + 221_000, t + 222_000, name, 31, **sent),
+            all_reduce(t + 222_000, t + 223_000, 32, **norm),
+        ]
+    result = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [1]
+    assert result[1]["late_seconds"] == pytest.approx(20e-6, abs=1e-9)
 
 
 def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path) -> None:
