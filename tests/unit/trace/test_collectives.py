@@ -727,8 +727,18 @@ def test_calls_in_flight_together_count_a_delay_once(tmp_path: Path) -> None:
     assert "rank 1 arrives 30.0 µs a step after the others (30 % of the step" in result.text
 
 
+def compute(start: int, end: int, is_host_bound: bool) -> Events:
+    """A kernel, or one in the second half of each ms: the GPU waits for its host."""
+    if not is_host_bound:
+        return [kernel(start, end)]
+    return [kernel(now + 500_000, now + 1_000_000) for now in range(start, end, 1_000_000)]
+
+
 def make_overlapped_buckets(
-    delays: np.ndarray[Any, Any], segment: int = 10_000_000, first_transfer: int = 4_000_000
+    delays: np.ndarray[Any, Any],
+    segment: int = 10_000_000,
+    first_transfer: int = 4_000_000,
+    is_host_bound: bool = False,
 ) -> dict[int, Events]:
     """Steps of DDP: ranks compute on while eight buckets are reduced, and wait for the last one only.
 
@@ -745,7 +755,7 @@ def make_overlapped_buckets(
         now += 60_000_000 + delays[number]
         for bucket in range(8):
             for rank in range(num_ranks):
-                ranks[rank].append(kernel(now[rank], now[rank] + segment))
+                ranks[rank] += compute(now[rank], now[rank] + segment, is_host_bound)
             now += segment
             start = np.maximum(now, free)
             free[:] = start.max() + (4_000_000 if bucket else first_transfer)
@@ -765,6 +775,15 @@ def test_a_delay_before_overlapped_buckets_counts_once(tmp_path: Path, segment: 
     result = load_ranks(tmp_path, make_overlapped_buckets(delays, segment)).stragglers()
     assert [row["rank"] for row in result if row["is_straggler"]] == [2]
     assert result[2]["late_seconds"] == pytest.approx(0.02)
+
+
+def test_a_gpu_that_waits_for_its_host_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
+    """Each gap took away from the lead of the ranks in front, so that the next bucket counted it again."""
+    delays = np.zeros((12, 4), int)
+    delays[:, 2] = 20_000_000
+    result = load_ranks(tmp_path, make_overlapped_buckets(delays, is_host_bound=True)).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [2]
+    assert result[2]["late_seconds"] == pytest.approx(0.02, rel=0.05)
 
 
 @pytest.mark.parametrize("first_transfer", [20_000_000, 38_000_000])
@@ -828,7 +847,8 @@ def test_a_pipeline_of_two_stages_is_compared_at_calls_that_are_no_messages(tmp_
     assert result[1]["late_seconds"] == pytest.approx(20e-6, abs=1e-9)
 
 
-def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_host_bound", [False, True])
+def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path, is_host_bound: bool) -> None:
     """Tensor-parallel ranks 0 and 1, and 2 and 3, wait at every layer; gradients are reduced meanwhile."""
     ranks: dict[int, Events] = {rank: [] for rank in range(4)}
     now, free, pairs = np.zeros(4, int), np.zeros(4, int), {"tp": ([0, 1], [2, 3]), "dp": ([0, 2], [1, 3])}
@@ -847,7 +867,8 @@ def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path) -
         begin = now.copy()
         for _ in range(6):
             for rank in range(4):
-                ranks[rank].append(kernel(now[rank], now[rank] + 8_000_000 + 2_000_000 * (rank == 0)))
+                end = now[rank] + 8_000_000 + 2_000_000 * (rank == 0)
+                ranks[rank] += compute(now[rank], end, is_host_bound)
             now += [10_000_000, 8_000_000, 8_000_000, 8_000_000]
             reduce("tp")
             reduce("dp")
@@ -857,6 +878,42 @@ def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path) -
     result = load_ranks(tmp_path, ranks).stragglers()
     assert [row["rank"] for row in result if row["is_straggler"]] == [0]
     assert result[0]["late_seconds"] == pytest.approx(6 * 0.002)
+
+
+def test_a_gpu_that_waits_for_its_host_does_not_wait_in_other_groups(tmp_path: Path) -> None:
+    """HSDP: ranks 0 and 1, and 2 and 3, have shards; 0 and 2, and 1 and 3, reduce them. Rank 3 is slow.
+
+    Rank 1 was said to wait for it in each gap between its kernels, and rank 0 to be later than rank 1.
+    """
+    ranks: dict[int, Events] = {rank: [] for rank in range(4)}
+    now, shards, gradients = np.zeros(4, int), np.zeros(4, int), np.zeros(4, int)
+
+    def reduce(pairs: list[list[int]], axis: str, stream: int, free: np.ndarray[Any, Any]) -> None:
+        for group in pairs:
+            named = {"Process Group Name": f"{axis}{group[0]}", "Process Group Ranks": str(group)}
+            start = np.maximum(now[group], free[group])
+            free[group] = start.max() + 1_000_000
+            for rank, begin in zip(group, start.tolist(), strict=True):
+                ranks[rank].append(
+                    all_reduce(begin, int(free[rank]), stream, **arguments("allreduce", 8, 2) | named)
+                )
+
+    for number in range(10):
+        begin = now.copy()
+        for _ in range(6):
+            reduce([[0, 1], [2, 3]], "shard", 20, shards)
+            for rank in range(4):
+                end = now[rank] + 8_000_000 + 2_000_000 * (rank == 3)
+                ranks[rank] += compute(now[rank], end, is_host_bound=True)
+            now += [8_000_000, 8_000_000, 8_000_000, 10_000_000]
+            reduce([[0, 2], [1, 3]], "replica", 21, gradients)
+            now = np.maximum(now, shards)
+        now = np.maximum(now, gradients)
+        for rank in range(4):
+            ranks[rank].append(step(number, begin[rank], now[rank]))
+    result = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [3]
+    assert result[3]["late_seconds"] == pytest.approx(6 * 0.002, rel=0.1)
 
 
 def test_equal_ranks_with_overlapped_buckets_are_rarely_named() -> None:

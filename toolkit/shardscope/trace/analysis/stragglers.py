@@ -18,6 +18,7 @@ from shardscope.trace.analysis.collectives import (
     find_collectives,
     list_step_seconds,
     measure_step,
+    measure_waits,
     measure_waits_before,
 )
 from shardscope.trace.analysis.intervals import Mask
@@ -312,6 +313,7 @@ def _find_queued(start: Ints, end: Ints) -> Mask:
 
 def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
     """Return for how long each call's rank waited for the others of its group."""
+    idle_ns = dict(zip(collectives.slices, measure_waits(trace, collectives.slices).tolist(), strict=True))
     rows = [
         (row, index)
         for row, index in zip(collectives, collectives.slices, strict=True)
@@ -323,13 +325,13 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
     transfers: dict[tuple[str, int | None, int], list[float]] = defaultdict(list)
     for row, index in rows:
         # What compute overlaps delays nothing.
-        wait = _Wait(round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9))
+        wait = _Wait(min(round((row["skew_seconds"] or 0.0) * 1e9), idle_ns[index]))
         is_complete = row["call"] >= 0 and num_callers[row["call"]] >= row["group_size"]
         if row["kind"] == "send_recv":
             # The first stage of a pipeline is the last to end a step, by the schedule. All time of messages
             # counts as waits, whichever peer they are for, so that the rest of a step is a stage's own work.
-            waits[index] = _Wait(messages=round(row["exposed_seconds"] * 1e9))
-        elif is_complete or row["group_size"] == 1 or not row["exposed_seconds"]:
+            waits[index] = _Wait(messages=idle_ns[index])
+        elif is_complete or row["group_size"] == 1 or not idle_ns[index]:
             waits[index] = wait
         else:
             incomplete.append((row, index))
@@ -338,21 +340,20 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
     usual = {key: float(np.median(seconds)) for key, seconds in transfers.items()}
     unknown: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, index in incomplete:
-        exposed = round(row["exposed_seconds"] * 1e9)
         transfer = usual.get((row["kind"], row["num_bytes"], row["group_size"]))
         if transfer is None:
-            unknown[row["rank"]].append((index, exposed))
+            unknown[row["rank"]].append((index, idle_ns[index]))
         else:
-            estimated = min(max(round((row["seconds"] - transfer) * 1e9), 0), exposed)
+            estimated = min(max(round((row["seconds"] - transfer) * 1e9), 0), idle_ns[index])
             waits[index] = _Wait(estimated=estimated, num_estimated=1)
     step_ns = measure_step(trace) * 1e9
     for rank, calls in unknown.items():
         # All of them together may be too short to matter, such as those of a group of one rank, which gloo
         # does not name.
         limit = MIN_SHARE * step_ns * trace.activity.steps_by_rank[rank]
-        is_negligible = sum(exposed for _, exposed in calls) < limit
-        for index, exposed in calls:
-            waits[index] = _Wait() if is_negligible else _Wait(possible=exposed, num_unknown=1)
+        is_negligible = sum(idle for _, idle in calls) < limit
+        for index, idle in calls:
+            waits[index] = _Wait() if is_negligible else _Wait(possible=idle, num_unknown=1)
     return waits
 
 
