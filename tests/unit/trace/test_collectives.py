@@ -598,8 +598,10 @@ def test_what_if_without_an_axis_and_with_a_faster_link(tmp_path: Path) -> None:
         calls.what_if("tp", 0)
 
 
-def test_what_if_says_that_messages_include_the_bubble(tmp_path: Path) -> None:
-    """A stage that waits for the work of another is in a receive: no link makes that shorter."""
+def test_what_if_says_that_messages_of_stages_include_the_bubble(tmp_path: Path) -> None:
+    """A stage that waits for the work of another is in a receive: no link makes that shorter. A ring of
+    context-parallel ranks has no stages.
+    """
     messages = [kernel(500, 800, "ncclDevKernel_SendRecv", 20, **arguments("recv", 8, 2, "pp"))]
     reduction = [all_reduce(500, 800, **arguments("allreduce", 8, 2, "dp"))]
     for name, calls in (("pp", messages), ("dp", reduction)):
@@ -607,6 +609,14 @@ def test_what_if_says_that_messages_include_the_bubble(tmp_path: Path) -> None:
         answer = load_ranks(tmp_path / name, {0: events, 1: events}).collectives().what_if("")
         assert to_ns(answer.changed_seconds) == 700
         assert ("bubble" in str(answer)) is (name == "pp")
+    described = {"Process Group Description": "mesh_cp"}
+    events = [
+        step(1, 0, 1000),
+        kernel(0, 500),
+        kernel(500, 800, "ncclDevKernel_SendRecv", 20, **arguments("recv", 8, 2, "cp", **described)),
+    ]
+    ring = load_ranks(tmp_path / "cp", {0: events, 1: events}).collectives().what_if("cp")
+    assert to_ns(ring.changed_seconds) == 700 and "bubble" not in str(ring)
 
 
 def test_what_if_names_the_axes_that_a_trace_has(tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ class WhatIf:
     has_steps: bool = True
     """Whether steps are marked in the trace; if not, the seconds are those of the whole recording."""
     has_messages: bool = False
-    """Whether messages are among the calls: what stages wait for each other's work is in them."""
+    """Whether messages of pipeline stages are among the calls: what these wait for each other's work is in
+    them."""
 
     @property
     def gain_seconds(self) -> float:
@@ -221,7 +222,9 @@ class Collectives(Table[CollectiveRow]):
             seconds=measure_step(self._trace),
             changed_seconds=max(seconds - gains[rank] / count for rank, (seconds, count) in steps.items()),
             has_steps=self._trace.activity.has_steps,
-            has_messages=any(row["kind"] == "send_recv" for row in self if row["axis"] == axis),
+            # Context-parallel ranks send messages, too, but have no bubble.
+            has_messages=("pp" in axis or not axis)
+            and any(row["kind"] == "send_recv" for row in self if row["axis"] == axis),
         )
 
 
