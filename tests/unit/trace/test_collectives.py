@@ -598,8 +598,10 @@ def test_what_if_without_an_axis_and_with_a_faster_link(tmp_path: Path) -> None:
         calls.what_if("tp", 0)
 
 
-def test_what_if_says_that_messages_include_the_bubble(tmp_path: Path) -> None:
-    """A stage that waits for the work of another is in a receive: no link makes that shorter."""
+def test_what_if_says_that_messages_of_stages_include_the_bubble(tmp_path: Path) -> None:
+    """A stage that waits for the work of another is in a receive: no link makes that shorter. A ring of
+    context-parallel ranks has no stages.
+    """
     messages = [kernel(500, 800, "ncclDevKernel_SendRecv", 20, **arguments("recv", 8, 2, "pp"))]
     reduction = [all_reduce(500, 800, **arguments("allreduce", 8, 2, "dp"))]
     for name, calls in (("pp", messages), ("dp", reduction)):
@@ -607,6 +609,14 @@ def test_what_if_says_that_messages_include_the_bubble(tmp_path: Path) -> None:
         answer = load_ranks(tmp_path / name, {0: events, 1: events}).collectives().what_if("")
         assert to_ns(answer.changed_seconds) == 700
         assert ("bubble" in str(answer)) is (name == "pp")
+    described = {"Process Group Description": "mesh_cp"}
+    events = [
+        step(1, 0, 1000),
+        kernel(0, 500),
+        kernel(500, 800, "ncclDevKernel_SendRecv", 20, **arguments("recv", 8, 2, "cp", **described)),
+    ]
+    ring = load_ranks(tmp_path / "cp", {0: events, 1: events}).collectives().what_if("cp")
+    assert to_ns(ring.changed_seconds) == 700 and "bubble" not in str(ring)
 
 
 def test_what_if_names_the_axes_that_a_trace_has(tmp_path: Path) -> None:
@@ -727,7 +737,19 @@ def test_calls_in_flight_together_count_a_delay_once(tmp_path: Path) -> None:
     assert "rank 1 arrives 30.0 µs a step after the others (30 % of the step" in result.text
 
 
-def make_overlapped_buckets(delays: np.ndarray[Any, Any], segment: int = 10_000_000) -> dict[int, Events]:
+def compute(start: int, end: int, is_host_bound: bool) -> Events:
+    """A kernel, or one in the second half of each ms: the GPU waits for its host."""
+    if not is_host_bound:
+        return [kernel(start, end)]
+    return [kernel(now + 500_000, now + 1_000_000) for now in range(start, end, 1_000_000)]
+
+
+def make_overlapped_buckets(
+    delays: np.ndarray[Any, Any],
+    segment: int = 10_000_000,
+    first_transfer: int = 4_000_000,
+    is_host_bound: bool = False,
+) -> dict[int, Events]:
     """Steps of DDP: ranks compute on while eight buckets are reduced, and wait for the last one only.
 
     ``delays`` are added to the forward of each step (rows) on each rank.
@@ -741,12 +763,12 @@ def make_overlapped_buckets(delays: np.ndarray[Any, Any], segment: int = 10_000_
         for rank in range(num_ranks):
             ranks[rank].append(kernel(now[rank], now[rank] + 60_000_000 + delays[number, rank]))
         now += 60_000_000 + delays[number]
-        for _ in range(8):
+        for bucket in range(8):
             for rank in range(num_ranks):
-                ranks[rank].append(kernel(now[rank], now[rank] + segment))
+                ranks[rank] += compute(now[rank], now[rank] + segment, is_host_bound)
             now += segment
             start = np.maximum(now, free)
-            free[:] = start.max() + 4_000_000
+            free[:] = start.max() + (4_000_000 if bucket else first_transfer)
             for rank in range(num_ranks):
                 ranks[rank].append(all_reduce(start[rank], free[rank], **args))
         now = np.maximum(now, free) + 5_000_000
@@ -765,7 +787,78 @@ def test_a_delay_before_overlapped_buckets_counts_once(tmp_path: Path, segment: 
     assert result[2]["late_seconds"] == pytest.approx(0.02)
 
 
-def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path) -> None:
+def test_a_gpu_that_waits_for_its_host_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
+    """Each gap took away from the lead of the ranks in front, so that the next bucket counted it again."""
+    delays = np.zeros((12, 4), int)
+    delays[:, 2] = 20_000_000
+    result = load_ranks(tmp_path, make_overlapped_buckets(delays, is_host_bound=True)).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [2]
+    assert result[2]["late_seconds"] == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("first_transfer", [20_000_000, 38_000_000])
+def test_the_transfer_of_a_large_bucket_is_no_delay(tmp_path: Path, first_transfer: int) -> None:
+    """Behind it other buckets queue, up to one that begins later on the late rank: the whole transfer was
+    its delay, too.
+    """
+    delays = np.zeros((12, 4), int)
+    delays[:, 2] = 4_000_000
+    ranks = make_overlapped_buckets(delays, first_transfer=first_transfer)
+    result = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [2]
+    assert result[2]["late_seconds"] == pytest.approx(0.004)
+
+
+def test_a_call_that_begins_while_another_one_is_in_flight_is_not_queued_behind_it(tmp_path: Path) -> None:
+    """As FSDP's all-gathers during a reduce-scatter on another stream: ranks are late in turn there."""
+    args, ranks = arguments("allreduce", 8, 2), dict[int, Events]()
+    for rank in (0, 1):
+        ranks[rank] = []
+        for begin in range(0, 8_000_000, 1_000_000):
+            early, late = (begin + 100_000 + 20_000 * rank, begin + 320_000 - 20_000 * rank)
+            ranks[rank] += [
+                step(begin // 1_000_000, begin, begin + 1_000_000),
+                kernel(begin, begin + 900_000),
+                all_reduce(begin, begin + 800_000, 21, **args),
+                all_reduce(early, begin + 200_000, **args),
+                all_reduce(late, begin + 400_000, **args),
+            ]
+    result = load_ranks(tmp_path, ranks).stragglers()
+    # Rank 0 arrives 20 us earlier, then 20 us later than rank 1.
+    assert result[0]["late_seconds"] == pytest.approx(40e-6)
+
+
+def test_a_pipeline_of_two_stages_is_compared_at_calls_that_are_no_messages(tmp_path: Path) -> None:
+    """All ranks are those of the messages, too, where stages wait by the schedule."""
+    ranks: dict[int, Events] = {0: [], 1: []}
+    sent = arguments("send", 8, 2, "pp", **{"Process Group Ranks": "[0, 1]"})
+    received = arguments("recv", 8, 2, "pp", **{"Process Group Ranks": "[0, 1]"})
+    norm = arguments("allreduce", 1, 2, "world", **{"Process Group Ranks": "[0, 1]"})
+    name = "ncclDevKernel_SendRecv"
+    for number in range(12):
+        t = 300_000 * number
+        # Rank 1 waits for the forward of rank 0, takes 20 us longer than it, and rank 0 waits for it.
+        ranks[0] += [
+            step(number, t, t + 300_000),
+            kernel(t, t + 100_000),
+            kernel(t + 100_000, t + 101_000, name, 30, **sent),
+            kernel(t + 101_000, t + 222_000, name, 31, **received),
+            all_reduce(t + 222_000, t + 223_000, 32, **norm),
+        ]
+        ranks[1] += [
+            step(number, t, t + 300_000),
+            kernel(t, t + 101_000, name, 30, **received),
+            kernel(t + 101_000, t + 221_000),
+            kernel(t + 221_000, t + 222_000, name, 31, **sent),
+            all_reduce(t + 222_000, t + 223_000, 32, **norm),
+        ]
+    result = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [1]
+    assert result[1]["late_seconds"] == pytest.approx(20e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("is_host_bound", [False, True])
+def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path, is_host_bound: bool) -> None:
     """Tensor-parallel ranks 0 and 1, and 2 and 3, wait at every layer; gradients are reduced meanwhile."""
     ranks: dict[int, Events] = {rank: [] for rank in range(4)}
     now, free, pairs = np.zeros(4, int), np.zeros(4, int), {"tp": ([0, 1], [2, 3]), "dp": ([0, 2], [1, 3])}
@@ -784,7 +877,8 @@ def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path) -
         begin = now.copy()
         for _ in range(6):
             for rank in range(4):
-                ranks[rank].append(kernel(now[rank], now[rank] + 8_000_000 + 2_000_000 * (rank == 0)))
+                end = now[rank] + 8_000_000 + 2_000_000 * (rank == 0)
+                ranks[rank] += compute(now[rank], end, is_host_bound)
             now += [10_000_000, 8_000_000, 8_000_000, 8_000_000]
             reduce("tp")
             reduce("dp")
@@ -794,6 +888,42 @@ def test_a_delay_in_a_mesh_with_overlapped_buckets_counts_once(tmp_path: Path) -
     result = load_ranks(tmp_path, ranks).stragglers()
     assert [row["rank"] for row in result if row["is_straggler"]] == [0]
     assert result[0]["late_seconds"] == pytest.approx(6 * 0.002)
+
+
+def test_a_gpu_that_waits_for_its_host_does_not_wait_in_other_groups(tmp_path: Path) -> None:
+    """HSDP: ranks 0 and 1, and 2 and 3, have shards; 0 and 2, and 1 and 3, reduce them. Rank 3 is slow.
+
+    Rank 1 was said to wait for it in each gap between its kernels, and rank 0 to be later than rank 1.
+    """
+    ranks: dict[int, Events] = {rank: [] for rank in range(4)}
+    now, shards, gradients = np.zeros(4, int), np.zeros(4, int), np.zeros(4, int)
+
+    def reduce(pairs: list[list[int]], axis: str, stream: int, free: np.ndarray[Any, Any]) -> None:
+        for group in pairs:
+            named = {"Process Group Name": f"{axis}{group[0]}", "Process Group Ranks": str(group)}
+            start = np.maximum(now[group], free[group])
+            free[group] = start.max() + 1_000_000
+            for rank, begin in zip(group, start.tolist(), strict=True):
+                ranks[rank].append(
+                    all_reduce(begin, int(free[rank]), stream, **arguments("allreduce", 8, 2) | named)
+                )
+
+    for number in range(10):
+        begin = now.copy()
+        for _ in range(6):
+            reduce([[0, 1], [2, 3]], "shard", 20, shards)
+            for rank in range(4):
+                end = now[rank] + 8_000_000 + 2_000_000 * (rank == 3)
+                ranks[rank] += compute(now[rank], end, is_host_bound=True)
+            now += [8_000_000, 8_000_000, 8_000_000, 10_000_000]
+            reduce([[0, 2], [1, 3]], "replica", 21, gradients)
+            now = np.maximum(now, shards)
+        now = np.maximum(now, gradients)
+        for rank in range(4):
+            ranks[rank].append(step(number, begin[rank], now[rank]))
+    result = load_ranks(tmp_path, ranks).stragglers()
+    assert [row["rank"] for row in result if row["is_straggler"]] == [3]
+    assert result[3]["late_seconds"] == pytest.approx(6 * 0.002, rel=0.1)
 
 
 def test_equal_ranks_with_overlapped_buckets_are_rarely_named() -> None:

@@ -16,6 +16,8 @@ from tests.faults import slow_test
 from tests.unit.trace.trace_events import Events, all_reduce, kernel, load_ranks, operator, step, write_ranks
 
 from shardscope.trace import Trace
+from shardscope.trace.loading.rank_columns import RankColumns
+from shardscope.trace.loading.ranks import read_ranks
 from shardscope.trace.summary import many_ranks
 from shardscope.trace.summary.many_ranks import MAX_TOGETHER, choose_ranks
 from shardscope.trace.summary.summary import summarize
@@ -52,6 +54,24 @@ def test_the_tables_are_those_of_all_ranks_together(trace: Trace) -> None:
     )
     assert f"{NUM_RANKS} ranks" in summary.sentences[0]
     assert len(summary.sentences) > 3
+
+
+def test_the_names_of_each_recording_are_searched_for_steps_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each other rank, 128 ranks took five times as long to load, and 512 more than a minute."""
+    searched: list[RankColumns] = []
+
+    def note_search(rank: RankColumns) -> frozenset[int]:
+        searched.append(rank)
+        return frozenset((1, 2))
+
+    monkeypatch.setattr("shardscope.trace.loading.ranks._list_steps", note_search)
+    for cycle in range(2):
+        for path in write_ranks(tmp_path / "new", {rank: make_rank(rank) for rank in range(8)}).iterdir():
+            path.rename(tmp_path / f"cycle-{cycle}-{path.name}")
+    assert len(read_ranks(tmp_path)[0]) == 8
+    assert len(searched) == 2 * 8
 
 
 def test_some_ranks_are_a_trace_on_the_same_axis(trace: Trace) -> None:

@@ -14,6 +14,7 @@ from shardscope.trace.analysis.collective_calls import Call, find_calls
 from shardscope.trace.analysis.groups import GroupFinder
 from shardscope.trace.analysis.intervals import (
     Int64s,
+    Intervals,
     find_exclusive_parts,
     measure_before,
     measure_within,
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 _REDUCE_SCATTER = re.compile(r"c10d::_?reduce_scatter")
 _RUN_REDUCE_SCATTER = re.compile(r"\w+:_?reduce_scatter|[nr]ccl\w*ReduceScatter")
+
+_ROUNDING_NS = 2_000
+"""Older recordings have starts and durations in whole microseconds."""
 
 
 class CollectiveRow(TypedDict):
@@ -102,7 +106,8 @@ class WhatIf:
     has_steps: bool = True
     """Whether steps are marked in the trace; if not, the seconds are those of the whole recording."""
     has_messages: bool = False
-    """Whether messages are among the calls: what stages wait for each other's work is in them."""
+    """Whether messages of pipeline stages are among the calls: what these wait for each other's work is in
+    them."""
 
     @property
     def gain_seconds(self) -> float:
@@ -217,7 +222,9 @@ class Collectives(Table[CollectiveRow]):
             seconds=measure_step(self._trace),
             changed_seconds=max(seconds - gains[rank] / count for rank, (seconds, count) in steps.items()),
             has_steps=self._trace.activity.has_steps,
-            has_messages=any(row["kind"] == "send_recv" for row in self if row["axis"] == axis),
+            # Context-parallel ranks send messages, too, but have no bubble.
+            has_messages=("pp" in axis or not axis)
+            and any(row["kind"] == "send_recv" for row in self if row["axis"] == axis),
         )
 
 
@@ -313,6 +320,19 @@ def _measure_exposed(trace: Trace, index: list[int]) -> Int64s:
     return exposed
 
 
+def measure_waits(trace: Trace, index: list[int]) -> Int64s:
+    """Return for how long each call's rank waits in it; overlapping time counts for the earliest call."""
+    activity, calls = trace.activity, np.array(index, np.int64)
+    waits = np.zeros(len(calls), np.int64)
+    ranks = activity.rank_of_track[trace.track_index[calls]] if len(calls) else calls
+    for rank in activity.ranks:
+        positions = np.flatnonzero(ranks == rank.rank)
+        start, end = trace.start_ns[calls[positions]], activity.end_ns[calls[positions]]
+        found = _find_waits(rank, start, end, rank.compute)
+        waits[positions] = measure_within(found, *find_exclusive_parts(start, end))
+    return waits
+
+
 def measure_waits_before(trace: Trace, rank: RankActivity, calls: Int64s) -> Int64s:
     """Return for how long a rank had waited in calls of one group at the start of each of them.
 
@@ -323,5 +343,20 @@ def measure_waits_before(trace: Trace, rank: RankActivity, calls: Int64s) -> Int
     others = np.flatnonzero(trace.activity.is_communication[rank.index]) + rank.index.start
     others = np.setdiff1d(others, calls)
     inside = select_inside(trace.start_ns[others], trace.activity.end_ns[others], start, end)
-    waits = subtract(merge_intervals(start, end), unite(rank.compute, merge_intervals(*inside)))
-    return measure_before(waits, start)
+    busy = unite(rank.compute, merge_intervals(*inside))
+    return measure_before(_find_waits(rank, start, end, busy), start)
+
+
+def _find_waits(rank: RankActivity, start: Int64s, end: Int64s, busy: Intervals) -> Intervals:
+    """Return when a rank waits in calls: it is idle, on a GPU until one of them ends.
+
+    A GPU that is idle and goes on before waits for its host. On CPU ranks the thread that waits may go on
+    some ms before gloo records the end.
+    """
+    idle = subtract(merge_intervals(start, end), busy)
+    if not rank.on_gpu:
+        return idle
+    ends = np.sort(end)
+    first = np.searchsorted(ends, idle.start, side="right")
+    is_wait = np.searchsorted(ends, idle.end + _ROUNDING_NS, side="right") > first
+    return Intervals(idle.start[is_wait], idle.end[is_wait])

@@ -18,6 +18,7 @@ from shardscope.trace.analysis.collectives import (
     find_collectives,
     list_step_seconds,
     measure_step,
+    measure_waits,
     measure_waits_before,
 )
 from shardscope.trace.analysis.intervals import Mask
@@ -38,7 +39,7 @@ MIN_CALLS_OF_CERTAINTY = 30
 """With fewer calls, a delay that is likely by chance may still be a straggler's."""
 _AFTER_ALL = 2**63
 QUEUE_GAP_NS = 10_000
-"""A collective that begins within this time of the end of its group's previous one was queued behind it."""
+"""A collective that begins within this time of the end of another one of its group was queued behind it."""
 MAX_NAMED = 4
 """Number of stragglers with figures in the sentence: a stage of a pipeline may have hundreds of ranks."""
 MAX_PERMUTED_CALLS = 500
@@ -82,15 +83,16 @@ def find_stragglers(trace: Trace, collectives: Collectives | None = None) -> Str
     is_all_certain = True
     groups = list(_measure_durations(trace, collectives))
     # Stages wait at messages by the schedule, whichever is slow: other calls of the same ranks tell more.
-    others = [set(ranks.tolist()) for ranks, of_calls in groups if not of_calls.is_message.all()]
+    others = [set(ranks.tolist()) for ranks, of_calls in groups if not of_calls.is_message]
     for ranks, of_calls in groups:
-        if of_calls.is_message.all() and any(other.issuperset(ranks.tolist()) for other in others):
+        if of_calls.is_message and any(other.issuperset(ranks.tolist()) for other in others):
             continue
         delays = _compute_delays(of_calls.corrected)
         measured.add(ranks, delays)
         least.add(ranks, _compute_delays(of_calls.corrected, of_calls.longest))
         is_certain = ~of_calls.is_uncertain
-        certain.add(ranks, delays[is_certain & ~of_calls.is_message])
+        if not of_calls.is_message:
+            certain.add(ranks, delays[is_certain])
         is_all_certain = is_all_certain and bool(is_certain.all())
         uncorrected.add(ranks, np.where(is_certain[:, None], delays, _compute_delays(of_calls.plain)))
     steps, step_seconds = list_step_seconds(trace), measure_step(trace)
@@ -202,9 +204,9 @@ class _Durations(NamedTuple):
     """With the longest time for which it may have waited."""
     is_uncertain: Mask
     """Whether some of that is not known, by call."""
-    is_message: Mask
-    """Whether the call is a send and its receive. Stages wait there by the schedule, each at other calls of a
-    step: a part of these calls says nothing."""
+    is_message: bool
+    """Whether the calls are sends and their receives. Stages wait there by the schedule, each at other calls
+    of a step: a part of these calls says nothing."""
 
 
 class _Wait(NamedTuple):
@@ -233,26 +235,25 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
     """
     by_call: dict[int, dict[int, int]] = defaultdict(dict)
     is_in_steps = trace.activity.is_in_steps
-    messages: list[int] = []
+    messages: set[int] = set()
     exposed: dict[int, int] = {}
     for row, index in zip(collectives, collectives.slices, strict=True):
         exposed[index] = round(row["exposed_seconds"] * 1e9)
         if row["call"] >= 0 and is_in_steps[index]:
             by_call[row["call"]][row["rank"]] = index
             if row["kind"] == "send_recv":
-                messages.append(index)
-    by_group: dict[tuple[int, ...], list[dict[int, int]]] = defaultdict(list)
+                messages.add(index)
+    by_group: dict[tuple[tuple[int, ...], bool], list[dict[int, int]]] = defaultdict(list)
     for of_ranks in by_call.values():
         if len(of_ranks) > 1:
-            by_group[tuple(sorted(of_ranks))].append(of_ranks)
+            by_group[tuple(sorted(of_ranks)), min(of_ranks.values()) in messages].append(of_ranks)
     is_complete = trace.world_size <= len(trace.ranks)
     waited = _sum_waits(trace, _list_waits(trace, collectives))
-    for group, calls in by_group.items():
+    for (group, is_message), calls in by_group.items():
         slices = np.array([[of_ranks[rank] for rank in group] for of_ranks in calls])
         # One order for all ranks, by the first one's clock: they are compared in the same part of each call.
         slices = slices[np.argsort(trace.start_ns[slices[:, 0]], kind="stable")]
         positions = np.array([trace.ranks.index(rank) for rank in group])
-        is_message = np.isin(slices[:, 0], messages)
         # Since the previous call of the group: waits before calls in flight together count once, too.
         totals = np.array([[waited[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
         before, at_end = totals[:, :, 0], totals[:, :, 1]
@@ -260,9 +261,12 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
         before = np.maximum(before, 0)
         known, estimated, possible, num_unknown, num_estimated, of_messages = np.moveaxis(before, -1, 0)
         is_comparable = num_unknown.min(axis=1, keepdims=True) == num_unknown.max(axis=1, keepdims=True)
-        # A receive may begin long before its stage needs it, which makes no stage early: only waiting counts.
-        inside = np.array([[exposed[index] for index in of_ranks] for of_ranks in slices.tolist()], np.int64)
-        inside[~is_message] = _measure_new_leads(trace, positions, slices[~is_message])
+        if is_message:
+            # A receive may begin long before its stage needs it, which makes no stage early: waiting counts.
+            waits = [[exposed[index] for index in of_ranks] for of_ranks in slices.tolist()]
+            inside = np.array(waits, np.int64)
+        else:
+            inside = _measure_new_leads(trace, positions, slices)
         own = inside + of_messages
         yield (
             positions,
@@ -278,26 +282,38 @@ def _measure_durations(trace: Trace, collectives: Collectives) -> Iterator[tuple
 
 
 def _measure_new_leads(trace: Trace, positions: Ints, slices: Ints) -> Ints:
-    """Return for how long each rank was in each call, without the time by which it was early before.
+    """Return for how long each rank waited in each call, without the time by which it was early before.
 
     A rank that is early stays so until it waits, and it does not wait while it computes: at each of DDP's
     buckets the others are late by the same time, which counts once.
     """
     start, end = trace.start_ns[slices], trace.activity.end_ns[slices]
-    ranks, inside = [trace.activity.ranks[position] for position in positions.tolist()], end - start
+    ranks = [trace.activity.ranks[position] for position in positions.tolist()]
     waited = np.array([measure_waits_before(trace, *one) for one in zip(ranks, slices.T, strict=True)]).T
-    queued_until = np.maximum.accumulate(end, axis=0) + QUEUE_GAP_NS
+    is_queued = np.array([_find_queued(*one) for one in zip(start.T, end.T, strict=True)]).T
+    # Without the transfer, in which all ranks are: it makes none of them early.
+    inside, waits = end - start, np.diff(waited, axis=0)
+    inside -= inside.min(axis=1, keepdims=True)
+    waits -= waits.min(axis=1, keepdims=True)
     lead = inside[:1].sum(axis=0)
     for number in range(1, len(slices)):
-        lead = np.maximum(lead - (waited[number] - waited[number - 1]), 0)
-        # The rank may have been there earlier, and its call queued behind the one before.
-        new = np.maximum(inside[number], lead * (start[number] <= queued_until[number - 1]))
+        lead = np.maximum(lead - waits[number - 1], 0)
+        # The rank may have been there earlier, and its call queued behind another one.
+        new = np.maximum(inside[number], lead * is_queued[number])
         inside[number], lead = new - lead, new
     return inside
 
 
+def _find_queued(start: Ints, end: Ints) -> Mask:
+    """Return which of a rank's calls begin where another one ends."""
+    ends = np.sort(end)
+    since = start - ends[np.searchsorted(ends, start, side="right") - 1]
+    return np.asarray((since >= 0) & (since <= QUEUE_GAP_NS))
+
+
 def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
     """Return for how long each call's rank waited for the others of its group."""
+    idle_ns = dict(zip(collectives.slices, measure_waits(trace, collectives.slices).tolist(), strict=True))
     rows = [
         (row, index)
         for row, index in zip(collectives, collectives.slices, strict=True)
@@ -309,13 +325,13 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
     transfers: dict[tuple[str, int | None, int], list[float]] = defaultdict(list)
     for row, index in rows:
         # What compute overlaps delays nothing.
-        wait = _Wait(round(min(row["skew_seconds"] or 0.0, row["exposed_seconds"]) * 1e9))
+        wait = _Wait(min(round((row["skew_seconds"] or 0.0) * 1e9), idle_ns[index]))
         is_complete = row["call"] >= 0 and num_callers[row["call"]] >= row["group_size"]
         if row["kind"] == "send_recv":
             # The first stage of a pipeline is the last to end a step, by the schedule. All time of messages
             # counts as waits, whichever peer they are for, so that the rest of a step is a stage's own work.
-            waits[index] = _Wait(messages=round(row["exposed_seconds"] * 1e9))
-        elif is_complete or row["group_size"] == 1 or not row["exposed_seconds"]:
+            waits[index] = _Wait(messages=idle_ns[index])
+        elif is_complete or row["group_size"] == 1 or not idle_ns[index]:
             waits[index] = wait
         else:
             incomplete.append((row, index))
@@ -324,21 +340,20 @@ def _list_waits(trace: Trace, collectives: Collectives) -> dict[int, _Wait]:
     usual = {key: float(np.median(seconds)) for key, seconds in transfers.items()}
     unknown: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, index in incomplete:
-        exposed = round(row["exposed_seconds"] * 1e9)
         transfer = usual.get((row["kind"], row["num_bytes"], row["group_size"]))
         if transfer is None:
-            unknown[row["rank"]].append((index, exposed))
+            unknown[row["rank"]].append((index, idle_ns[index]))
         else:
-            estimated = min(max(round((row["seconds"] - transfer) * 1e9), 0), exposed)
+            estimated = min(max(round((row["seconds"] - transfer) * 1e9), 0), idle_ns[index])
             waits[index] = _Wait(estimated=estimated, num_estimated=1)
     step_ns = measure_step(trace) * 1e9
     for rank, calls in unknown.items():
         # All of them together may be too short to matter, such as those of a group of one rank, which gloo
         # does not name.
         limit = MIN_SHARE * step_ns * trace.activity.steps_by_rank[rank]
-        is_negligible = sum(exposed for _, exposed in calls) < limit
-        for index, exposed in calls:
-            waits[index] = _Wait() if is_negligible else _Wait(possible=exposed, num_unknown=1)
+        is_negligible = sum(idle for _, idle in calls) < limit
+        for index, idle in calls:
+            waits[index] = _Wait() if is_negligible else _Wait(possible=idle, num_unknown=1)
     return waits
 
 

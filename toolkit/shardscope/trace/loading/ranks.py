@@ -136,16 +136,20 @@ def _choose_recordings(ranks: list[RankColumns], notes: list[str]) -> list[RankC
     for rank in ranks:
         if rank.texts.document.rank is not None:
             recordings.setdefault(rank.texts.document.rank, []).append(rank)
-    of_ranks = [{_list_steps(one) for one in candidates} for candidates in recordings.values()]
-    complete = [one for one in ranks if _list_steps(one) and all(_list_steps(one) in of for of in of_ranks)]
-    steps = _list_steps(max(complete, key=_find_begin)) if complete else None
+    if all(len(candidates) == 1 for candidates in recordings.values()):
+        return ranks
+    # Once for each recording: it has thousands of names.
+    steps = {id(rank): _list_steps(rank) for rank in ranks}
+    common = set.intersection(*({steps[id(one)] for one in of_rank} for of_rank in recordings.values()))
+    complete = [rank for rank in ranks if steps[id(rank)] and steps[id(rank)] in common]
+    chosen_steps = steps[id(max(complete, key=_find_begin))] if complete else None
     left_out: set[int] = set()
     for number, candidates in recordings.items():
         if len(candidates) == 1:
             continue
         latest = max(candidates, key=_find_begin)
         chosen = max(
-            (one for one in candidates if _list_steps(one) == steps), key=_find_begin, default=latest
+            (one for one in candidates if steps[id(one)] == chosen_steps), key=_find_begin, default=latest
         )
         others = [rank for rank in candidates if rank is not chosen]
         left_out |= {id(rank) for rank in others}
