@@ -359,6 +359,13 @@ def test_dropout_saves_its_masks(family: str, mode: str) -> None:
     assert_saves(family, mode, recipe, listed)
 
 
+@pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_in_eager_attention_saves_its_masks(mode: str, recipe: Recipe) -> None:
+    arch, recipe = architecture("llama", 2), replace(recipe, dropout=0.25, attention="eager")
+    assert_saves("llama", mode, recipe, list_saved_tensors(arch, False, make_modules(arch, mode, recipe)))
+
+
 @sample(3)
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), ("v_proj", "gate_proj", "up_proj")])
 @pytest.mark.parametrize("mode", MODES)

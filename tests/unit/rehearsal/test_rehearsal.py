@@ -229,3 +229,25 @@ def test_dynamo_can_name_every_replacement_of_a_cuda_function() -> None:
     """Dynamo asks for them when the first operator of a compiled layer is traced."""
     with world.gpu_operators():
         torch.overrides.get_testing_overrides.__wrapped__()
+
+
+def test_dropout_in_unfused_attention_saves_a_mask_of_bytes() -> None:
+    """As CUDA's kernel: SDPA's own operators on CPU tensors save a mask of numbers."""
+    heads, seq_len, head_dim = 4, 64, 16
+    query, key, value = (
+        torch.zeros(1, count, seq_len, head_dim, requires_grad=True) for count in (heads, 2, 2)
+    )
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with world.gpu_operators(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=0.1, is_causal=True, enable_gqa=True
+        )
+    scores, operands = heads * seq_len * seq_len, 3 * heads * seq_len * head_dim
+    # The softmax, the product with the mask, and the mask.
+    assert sum(saved.values()) == 4 * operands + (4 + 4 + 1) * scores
+    assert output.requires_grad

@@ -156,13 +156,27 @@ def test_predictions_agree_with_rehearsals_of_smollm3_and_olmo3() -> None:
 def test_predictions_agree_with_rehearsals_of_glm4_moe() -> None:
     """One to four layers of GLM-4.5 Air under DDP, FSDP2 and ZeRO, of 40 random plans those in 16 bits.
 
-    Nine of the eleven in fp32 were within 1 %, two 4 and 7 % too high: LoRA, unfused attention, ZeRO.
+    Nine of the eleven in fp32 were within 1 %, two 4 and 7 % too high: LoRA, unfused attention, ZeRO. They
+    are not stored; ``mixed-fp32`` has others.
     """
     rows, rejected = read_rehearsals([STORED / "mixed-glm4-moe.jsonl"])
     assert not rejected and len(rows) == 29
     worst = max(rows, key=lambda row: abs(row.error))
     assert abs(worst.error) <= 0.02, in_words(worst)
     assert sum(abs(row.error) <= 0.01 for row in rows) >= 28
+
+
+def test_predictions_agree_with_rehearsals_in_fp32() -> None:
+    """66 random plans of nine models, many with unfused attention or dropout: 53 were within 1 % at first.
+
+    The two beyond 3 %: layers of OLMo 3 32B without window, whose attention is not fused, beside others whose
+    attention is; and selective recomputation with dropout.
+    """
+    rows, rejected = read_rehearsals([STORED / "mixed-fp32.jsonl"])
+    assert not rejected and len(rows) == 66
+    far = {row.name for row in rows if abs(row.error) > 0.03}
+    assert far <= {"mixed-fp32:10", "mixed-fp32:50"}, far
+    assert sum(abs(row.error) <= 0.01 for row in rows) >= 61
 
 
 def test_activation_after_a_matrix_larger_than_the_bucket() -> None:

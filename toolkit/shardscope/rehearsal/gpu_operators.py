@@ -268,6 +268,12 @@ def _attend_unfused(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
+    # CUDA's dropout saves a mask of one byte per score, the CPU's one of numbers (ATen/native/Dropout.cpp,
+    # is_fused_kernel_acceptable). A given mask is saved as booleans.
+    dropout_mask: torch.Tensor | None = None
+    if dropout_p:
+        num_scores = (*query.shape[:3], key.shape[2])
+        dropout_mask = torch.ones(num_scores, dtype=torch.bool, device=query.device)
     # SDPA's autocast rule was applied by the caller; autocast is off inside SDPA.
     with torch.autocast("cpu", enabled=False):
         out: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
@@ -277,6 +283,7 @@ def _attend_unfused(
             mask,
             dropout_p,
             is_causal,
+            dropout_mask,
             scale=scale,
             enable_gqa=enable_gqa,
         )[0]

@@ -19,6 +19,7 @@ from shardscope.memory.activations.forward import count_inner_gradients, count_m
 from shardscope.memory.activations.head import compute_norm_after_block, compute_norm_after_saved
 from shardscope.memory.activations.modules.attention import (
     compute_saved_scores,
+    compute_scores_in_backward,
     get_attention_widths,
     has_one_key_head,
     is_eager,
@@ -209,14 +210,11 @@ def _compute_attention_excess(arch: Architecture, modules: Modules) -> int:
     if not compute_saved_scores(arch, modules):
         return 0
     scores = _compute_score_gradients(arch, modules)
-    c, inner, hidden = modules.compute, arch.intermediate_size, arch.hidden_size
-    if is_eager(arch, modules):
-        return max(0, scores - _compute_freed_after_attention(arch, modules))
     if has_one_key_head(arch):
         # Falcon's feed-forward is parallel to attention, and reads the same norm's output.
-        return max(0, scores - (1 + modules.inner_copies("dense_4h_to_h")) * inner * c)
-    # The feed-forward and its norm have freed their saved tensors by then.
-    return max(0, scores - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
+        branches = 1 + modules.inner_copies("dense_4h_to_h")
+        return max(0, scores - branches * arch.intermediate_size * modules.compute)
+    return max(0, scores - _compute_freed_after_attention(arch, modules))
 
 
 def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
@@ -224,11 +222,10 @@ def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
     if not compute_saved_scores(arch, modules):
         return 0
     num_scores = arch.num_attention_heads * modules.seq_len
-    if find_family(arch).has_attention_sinks:
-        # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
-        # added.
-        return 2 * num_scores * modules.stream
-    return num_scores * (modules.compute + FP32 if is_eager(arch, modules) else 2 * FP32)
+    if find_family(arch).has_attention_sinks or is_eager(arch, modules):
+        return compute_scores_in_backward(arch, modules, num_scores)
+    # The dropped probabilities are freed once their gradient exists, and make room for the softmax's.
+    return num_scores * FP32 * (1 if modules.dropout else 2)
 
 
 def _compute_freed_after_attention(arch: Architecture, modules: Modules) -> int:

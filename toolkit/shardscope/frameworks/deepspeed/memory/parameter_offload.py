@@ -63,6 +63,11 @@ NO_PARAMS = ModuleCall()
 """Call of a module without parameters: an activation, a dropout or rotary embeddings."""
 
 
+def _mark_attention(call: ModuleCall) -> ModuleCall:
+    """Return a call of attention's, of which an adapted projection has the adapter as submodules."""
+    return call._replace(in_attention=True, submodules=tuple(map(_mark_attention, call.submodules)))
+
+
 @lru_cache(maxsize=512)
 def build_layer_call(arch: Architecture, adapters: Recipe | None, moe: bool, is_first: bool) -> ModuleCall:
     """Return the call tree of one decoder layer.
@@ -82,7 +87,7 @@ def build_layer_call(arch: Architecture, adapters: Recipe | None, moe: bool, is_
     in_attention = [path for path in modules if path.startswith(f"{names.attention}.")]
     # Norms of query and key are registered after the output projection, and called before it.
     in_attention.sort(key=lambda path: path == f"{names.attention}.{names.output}")
-    attention = [build_call(path)._replace(in_attention=True) for path in in_attention]
+    attention = [_mark_attention(build_call(path)) for path in in_attention]
     feed_forward = [path for path in modules if path.startswith("mlp.")]
     if moe and find_family(arch).is_zero3_leaf:
         return _build_leaf_layer(arch, adapters, norms, attention, [modules[path] for path in feed_forward])

@@ -80,13 +80,21 @@ def compute_saved_scores(arch: Architecture, modules: Modules) -> int:
         softmax = heads * (modules.seq_len + 1) * modules.stream
         return softmax + heads * INT64 + each_key * cast * (modules.stream > modules.compute)
     if is_eager(arch, modules):
-        # The soft cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
+        # The soft cap's tanh if any, the fp32 softmax, and its cast for the product with the values; with
+        # dropout instead of the cast its mask, and the product of both.
         tanh = modules.compute if find_family(arch).has_softcapping else 0
-        return each_key * (tanh + FP32 + cast)
+        dropped = modules.compute + _get_dropout_mask_width(modules)
+        return each_key * (tanh + FP32 + (dropped if modules.dropout else cast))
     if uses_math_backend(arch, modules):
-        # The fp32 softmax; with dropout also its mask and the product of both.
-        return each_key * FP32 * (3 if modules.dropout else 1)
+        # The fp32 softmax; with dropout also its mask, and the product of both.
+        mask = 1 if modules.on_gpu else FP32
+        return each_key * (2 * FP32 + mask if modules.dropout else FP32)
     return 0
+
+
+def _get_dropout_mask_width(modules: Modules) -> int:
+    """Return bytes per element of a dropout mask: CUDA's kernel has booleans, the CPU's operators numbers."""
+    return 1 if modules.on_gpu else modules.stream
 
 
 def compute_scores_in_forward(arch: Architecture, modules: Modules, num_scores: int) -> int:
@@ -104,6 +112,12 @@ def compute_scores_in_backward(arch: Architecture, modules: Modules, num_scores:
         # The softmax's gradient, and its copy with the sink's column, to which the maximum's gradient is
         # added.
         return 2 * num_scores * modules.stream
+    if modules.dropout:
+        # The dropped probabilities are freed once their gradient exists. At the backward of the softmax, or
+        # of dropout, whose mask is alive.
+        mask = _get_dropout_mask_width(modules)
+        in_backward = max(3 * FP32, FP32 + mask + 2 * modules.stream)
+        return num_scores * (in_backward - FP32 - mask - modules.compute)
     return num_scores * (modules.compute + FP32)
 
 
