@@ -55,24 +55,7 @@ for num_ranks in (1, 2):
         (folder / "filler").unlink()
 """
 
-STOPPED = """
-import sys, time
-sys.path.insert(0, {tests!r})
-import run_tasks
-from pathlib import Path
-from run_helpers import make_plan
-from shardscope.runs.launch.launch import launch
-
-folder = Path({folder!r})
-run = launch(make_plan(), run_tasks.reads_stop_and_commands, name="full", folder=folder)
-while not run.metrics():
-    time.sleep(0.1)
-run_tasks.fill(folder / "filler")
-run.stop()
-print(run.wait(60), "|", run.reason)
-"""
-
-KILLED = """
+ON_A_FULL_DISK = """
 import os, signal, sys, time
 sys.path.insert(0, {tests!r})
 import run_tasks
@@ -87,9 +70,13 @@ run = launch(make_plan(), run_tasks.reads_stop_and_commands, name="full", folder
 while not run.metrics():
     time.sleep(0.1)
 run_tasks.fill(folder / "filler")
-os.kill(read_json(RunFolder(run.folder).rank(1))["pid"], signal.SIGKILL)
+END
 print(run.wait(60), "|", run.reason)
 """
+STOPPED = ON_A_FULL_DISK.replace("END", "run.stop()")
+KILLED = ON_A_FULL_DISK.replace(
+    "END", 'os.kill(read_json(RunFolder(run.folder).rank(1))["pid"], signal.SIGKILL)'
+)
 
 
 @slow_test

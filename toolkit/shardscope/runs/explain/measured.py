@@ -126,7 +126,7 @@ class MeasuredMemory(MemoryReport):
 
     @property
     def tensor_bytes(self) -> int:
-        """Peak bytes of tensors only, with which a prediction is compared; 0 if they are not known."""
+        """Return the peak bytes of tensors, with which a prediction is compared; 0 if they are not known."""
         if self.is_resident:
             return 0
         return max((sum_tensor_bytes(phase.components) for phase in self.worst_stage.phases), default=0)

@@ -271,7 +271,7 @@ class Activity:
 
     @cached_property
     def _is_on_collective_track(self) -> Mask:
-        """Mask of the slices on threads of gloo itself.
+        """Return the mask of the slices on threads of gloo itself.
 
         A send or receive begins on the thread that calls it, which may compute until it waits for it.
         """

@@ -263,7 +263,7 @@ class TextTask(ABC):
 
     @property
     def loses_weights(self) -> bool:
-        """Whether a complete run has neither a checkpoint nor exported weights: what it learned is lost."""
+        """Return whether a complete run has neither a checkpoint nor exported weights: its result is lost."""
         return not (self.export or self.save_checkpoint or self.save_every)
 
     @property
