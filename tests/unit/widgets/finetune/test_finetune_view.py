@@ -221,11 +221,11 @@ def test_columns_without_known_names_are_chosen_from_menus(files: Path) -> None:
     menus.format.value = "instruction"
     assert [menu.value for menu in menus.menus] == ["q", "(none)", "a"]
     assert wait_until(
-        lambda: view.task is not None and view.task.columns == {"instruction": "q", "output": "a"}
+        lambda: view.task is not None and view.task.columns == {"instruction": "q", "output": "a"}, 60
     )
     # Other data need no menus, and forget what was chosen.
     view.form.inputs.data.value = "rows.jsonl"
-    assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl")
+    assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl", 60)
     assert view.task.columns is None and "ss-off" in menus._dom_classes
     view.close()
 
