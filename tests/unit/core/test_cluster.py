@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -180,6 +181,8 @@ def test_other_invalid_gpu_fields_raise(field: str, bad: Any) -> None:
     [
         ({"host_memory_bytes": "2TB"}, str(2**41)),
         ({"nvme_bytes": "512 GiB"}, str(2**39)),
+        ({"host_memory_bytes": 2048}, str(2**41)),
+        ({"nvme_bytes": np.int64(512)}, str(2**39)),
         ({"inter_node_link": "infiniband-hdr"}, r"shardscope\.catalog\.links\['infiniband-hdr'\]"),
         ({"intra_node_link": "nvlink4"}, r"shardscope\.catalog\.links\['nvlink-4'\]"),
         ({"host_link": ""}, r"shardscope\.catalog\.links\['pcie-5-x16'\]"),
@@ -193,6 +196,13 @@ def test_the_fix_of_a_size_with_its_unit_and_of_a_name_is_what_is_meant(
     """The fixes were 0 bytes, another cluster, an H100 for an A100, and a link outside of the catalogue."""
     with pytest.raises(ValueError, match=rf"Nearest fix: {fix}\.$"):
         dataclasses.replace(CLUSTER, **change)
+
+
+@pytest.mark.parametrize("memory", [80, 81_920])
+def test_a_gpu_memory_in_gib_or_mib_is_refused_with_its_bytes(memory: int) -> None:
+    """The fix was 1,048,576 bytes; a node with 2,048 bytes of host memory was accepted."""
+    with pytest.raises(ValueError, match=rf"Gpu\.memory_bytes is .* bytes.*Nearest fix: {80 * 2**30}\.$"):
+        dataclasses.replace(H100, memory_bytes=memory)
 
 
 def test_a_generation_is_found_as_its_vendor_writes_it() -> None:

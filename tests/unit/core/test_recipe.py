@@ -264,6 +264,24 @@ def test_recipe_is_keyword_only_and_frozen() -> None:
         Recipe().seq_len = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("r", "lora_rank"),
+        ("target_modules", "lora_targets"),
+        ("load_in_4bit", "quantization"),
+        ("bf16", "precision"),
+        ("attn_implementation", "attention"),
+        ("gradient_accumulation_steps", "global_batch_size"),
+        ("adapter", "method"),
+    ],
+)
+def test_fields_named_as_in_peft_and_transformers_are_refused_with_ours(name: str, ours: str) -> None:
+    """The fix was to leave them out, and so what the user wanted."""
+    with pytest.raises(FieldError, match=f"Nearest fix: '{ours}'"):
+        Recipe(**{name: 1})  # type: ignore[arg-type]
+
+
 @given(recipes())
 def test_json_and_pickle_round_trip(recipe: Recipe) -> None:
     assert Recipe.from_json(recipe.to_json()) == recipe

@@ -16,6 +16,7 @@ from shardscope.core.errors import (
     check_integer,
     check_number,
     check_printable,
+    convert_numpy_number,
     find_similar,
     refuse,
 )
@@ -96,7 +97,7 @@ class Gpu(Serializable):
         if self.architecture is not None:
             object.__setattr__(self, "architecture", self.architecture.lower())
         # The driver reserves a part of the memory, so ``usable_bytes`` is at most ``memory_bytes``.
-        memory = check_integer("Gpu.memory_bytes", self.memory_bytes, low=2**20, high=MAX_BYTES)
+        memory = _check_bytes("Gpu.memory_bytes", self.memory_bytes, low=2**20)
         check_integer("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)
         check_flag("Gpu.memory_is_shared", self.memory_is_shared)
         if not isinstance(self.peak_flops, Mapping):
@@ -198,7 +199,7 @@ class Cluster(Serializable):
         check_integer("Cluster.num_nodes", self.num_nodes, low=1, high=MAX_NODES)
         for name in ("host_memory_bytes", "nvme_bytes"):
             if getattr(self, name) is not None:
-                check_integer(f"Cluster.{name}", getattr(self, name), low=0, high=MAX_BYTES)
+                _check_bytes(f"Cluster.{name}", getattr(self, name), low=0)
         speed = self.nvme_bandwidth_bytes_per_second
         if speed is not None:
             check_number("Cluster.nvme_bandwidth_bytes_per_second", speed, low=1e6, high=1e13)
@@ -306,6 +307,20 @@ class Cluster(Serializable):
         from shardscope.machine.detection import detect_cluster
 
         return detect_cluster()
+
+
+def _check_bytes(field: str, value: object, *, low: int) -> int:
+    """Return ``value`` as an int. Raises ``ValueError`` unless it is an integer from ``low`` to 1 PiB.
+
+    A number that is too small for bytes is refused, and its fix takes it for GiB, or for the MiB that
+    ``nvidia-smi`` prints.
+    """
+    number = convert_numpy_number(value)
+    if isinstance(number, int) and not isinstance(number, bool) and 0 < number < 2**20:
+        unit = 2**30 if number < 2**16 else 2**20
+        allowed = f"bytes, {'0 or ' if not low else ''}a whole number from {2**20:,} to {MAX_BYTES:,}"
+        refuse(field, number, allowed, Value(number * unit))
+    return check_integer(field, value, low=low, high=MAX_BYTES)
 
 
 def _find_similar_cluster(text: str) -> str | None:

@@ -12,6 +12,15 @@ _NAMES_ELSEWHERE = {
     "int8": ("8bit", "8-bit", "load_in_8bit"),
     "bf16": ("bf16-true", "bf16_true"),
     "bf16-mixed": ("mixed", "amp"),
+    # Options of peft, transformers and TRL
+    "method": ("adapter", "peft", "use_peft", "use_lora"),
+    "lora_rank": ("r", "rank", "adapter_rank"),
+    "lora_alpha": ("alpha",),
+    "lora_targets": ("target_modules",),
+    "quantization": ("load_in_4bit", "load_in_8bit", "quantization_config"),
+    "precision": ("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"),
+    "attention": ("attn_implementation", "flash_attention", "use_flash_attention_2", "flash_attn"),
+    "global_batch_size": ("gradient_accumulation_steps",),
     # Megatron-LM's, torchtitan's and transformers' options
     "tp": ("tensor_parallel", "tensor_model_parallel"),
     "pp": ("pipeline_parallel", "pipeline_model_parallel"),
@@ -38,11 +47,15 @@ _NAMES_ELSEWHERE = {
     "vocab_size": ("vocab", "n_vocab"),
 }
 """Our name -> names of other tools, in lower case and without "_size" and "_degree"."""
-_OURS = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names}
+_OURS: dict[str, list[str]] = {}
+"""Name of another tool -> ours: that of a value, of a field, or both."""
+for _ours, _names in _NAMES_ELSEWHERE.items():
+    for _name in _names:
+        _OURS.setdefault(_name, []).append(_ours)
 
 
 def find_by_other_name(value: object, options: list[str]) -> str | None:
     """Return the option that other tools call ``value``; None if it is none of ``options``."""
     text = str(value).lower()
-    name = _OURS.get(text.removesuffix("_size").removesuffix("_degree"), _OURS.get(text))
-    return name if name in options else None
+    names = _OURS.get(text.removesuffix("_size").removesuffix("_degree"), _OURS.get(text, []))
+    return next((name for name in names if name in options), None)

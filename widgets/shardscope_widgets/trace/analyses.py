@@ -1,16 +1,14 @@
-"""The analyses of a trace as pages of the panel: tables of their first rows, with units."""
+"""Pages of the analysis: steps, collectives, idle time, stragglers, the critical path and modules."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
 
 from shardscope.core.number_format import Scale, format_count
 from shardscope.timing.report import format_seconds
 from shardscope.trace import Trace
 from shardscope.trace.analysis.breakdown import compute_idle
-from shardscope.trace.analysis.collective_calls import KINDS as COLLECTIVE_KINDS
 from shardscope.trace.analysis.collectives import (
     AxisRow,
     CollectiveRow,
@@ -19,12 +17,12 @@ from shardscope.trace.analysis.collectives import (
     list_step_seconds,
 )
 from shardscope.trace.analysis.critical_path import CriticalPath
-from shardscope.trace.analysis.kernels import KernelRow, find_kernels
 from shardscope.trace.analysis.launches import LaunchRow
 from shardscope.trace.analysis.stragglers import SIGNIFICANCE, format_chance
 from shardscope_widgets.kit.numbers import Unit, format_three_digits
 from shardscope_widgets.trace.analysis_page import (
     MAX_ROWS,
+    NO_GPU,
     NONE,
     AnalysisPage,
     Heading,
@@ -32,27 +30,13 @@ from shardscope_widgets.trace.analysis_page import (
     Row,
     TableWriter,
     describe_option,
+    format_calls,
+    format_share,
+    has_gpu_work,
+    has_steps,
+    name_kind,
+    name_total,
 )
-from shardscope_widgets.trace.roofline_figure import draw_roofline
-
-FULL_EFFICIENCY = 0.9
-"""Share of used multiprocessors from which their column says nothing."""
-NO_GPU = "This is a trace of CPU ranks"
-
-
-def has_gpu_work(trace: Trace) -> bool:
-    """Return whether the work of a GPU was recorded."""
-    return any(rank.on_gpu for rank in trace.activity.ranks)
-
-
-def has_steps(trace: Trace) -> bool:
-    """Return whether the steps of a rank are marked."""
-    return trace.activity.has_steps
-
-
-def name_total(trace: Trace) -> str:
-    """Return the heading of sums: those of a step, or of the whole recording if no steps are marked."""
-    return "per step" if has_steps(trace) else "total"
 
 
 def describe_steps(trace: Trace) -> AnalysisPage:
@@ -112,126 +96,6 @@ def _count_steps(ranks: Sequence[int]) -> str:
     return f"{format_count(len(ranks), 'step')} on {len(by_rank):,} ranks"
 
 
-def describe_kernels(trace: Trace) -> AnalysisPage:
-    """Return kernels by name, averaged over ranks, and the share of each class in a sentence."""
-    kernels = find_kernels(trace, in_steps=True)
-    on_gpu = has_gpu_work(trace)
-    if not kernels:
-        return AnalysisPage(sentences=["No kernel and no operator was recorded."])
-    names: dict[tuple[str, str], list[KernelRow]] = defaultdict(list)
-    for row in kernels:
-        names[row["name"], row["kind"]].append(row)
-    total = sum(row["total_seconds"] for row in kernels)
-    # Sums over ranks and steps become those of one rank's step.
-    num_parts = {rank: len(trace.ranks) * count for rank, count in trace.activity.steps_by_rank.items()}
-    groups = sorted(names.items(), key=lambda group: -sum(row["total_seconds"] for row in group[1]))
-    scale = Scale.for_seconds(sum(row["total_seconds"] / num_parts[row["rank"]] for row in groups[0][1]))
-    shown = [row for _, group in groups[:MAX_ROWS] for row in group]
-    means = [
-        sum(row["total_seconds"] for row in group) / max(sum(row["num_calls"] for row in group), 1)
-        for _, group in groups
-    ]
-    mean_scale = Scale.for_column(means[:MAX_ROWS])
-    measures = _choose_measures(shown)
-    headings = [
-        Heading("kernel" if on_gpu else "operator"),
-        Heading("class", is_text=True),
-        Heading("calls a step" if has_steps(trace) else "calls", "calls of one rank"),
-        Heading(
-            f"{name_total(trace)}, {scale.unit}",
-            "mean over ranks" + ("" if on_gpu else ", without what it calls"),
-        ),
-        Heading(f"mean, {mean_scale.unit}", "of one call"),
-        Heading("share", "share of all kernel time"),
-        *(measure.heading for measure in measures),
-    ]
-    writer = TableWriter()
-    rows = []
-    for ((name, kind), group), mean in zip(groups, means, strict=True):
-        seconds = sum(row["total_seconds"] for row in group)
-        longest = max(group, key=lambda row: row["longest_seconds"])
-        cells = [
-            name,
-            _name_kind(kind),
-            _format_calls(sum(row["num_calls"] / num_parts[row["rank"]] for row in group)),
-            scale.format(sum(row["total_seconds"] / num_parts[row["rank"]] for row in group)),
-            mean_scale.format(mean),
-            _format_share(seconds / total if total else 0.0),
-            *(_format_measure(measure, group) for measure in measures),
-        ]
-        start = longest["start_seconds"]
-        interval = Interval(
-            start, start + longest["longest_seconds"], longest["rank"], longest["track"] or None
-        )
-        rows.append(Row(cells, interval))
-    sentences = [_describe_kernel_kinds(kernels)]
-    if not on_gpu:
-        sentences.append(
-            f"{NO_GPU}: operators by the time that they compute themselves, without tensor cores and "
-            "occupancy."
-        )
-    elif kernels.tensor_core_share is not None:
-        share = _format_share(kernels.tensor_core_share)
-        sentences.append(f"{share} of the time of matmuls, convolutions and attention is on tensor cores.")
-    if not any(measure.key == "tflops" for measure in measures):
-        sentences.append(f"Without shapes in the recording there are no TFLOP/s. {describe_option('shapes')}")
-    roofline = draw_roofline(trace)
-    if roofline is not None:
-        sentences.append(roofline[1])
-    return AnalysisPage(
-        sentences=sentences,
-        tables=[writer.write(headings, rows)],
-        intervals=writer.intervals,
-        figures=[] if roofline is None else [roofline[0]],
-    )
-
-
-def _describe_kernel_kinds(kernels: Sequence[KernelRow]) -> str:
-    """Return the share of each class of kernels, largest first."""
-    kinds: dict[str, float] = defaultdict(float)
-    for row in kernels:
-        kinds[row["kind"]] += row["total_seconds"]
-    total = sum(row["total_seconds"] for row in kernels)
-    shares = ", ".join(
-        f"{_name_kind(kind)} {_format_share(seconds / total)}"
-        for kind, seconds in sorted(kinds.items(), key=lambda item: -item[1])[:6]
-        if total
-    )
-    return f"By class: {shares}."
-
-
-class _Measure(NamedTuple):
-    """An optional column of kernels."""
-
-    key: Literal["tflops", "bytes_per_second", "occupancy", "sm_efficiency"]
-    heading: Heading
-    format: Callable[[float], str]
-
-
-def _choose_measures(shown: Sequence[KernelRow]) -> list[_Measure]:
-    """Return the columns of which a kernel that is shown has a value."""
-    # The names need the room where all multiprocessors are used. Collectives use few of them on purpose.
-    collective_kinds = {kind for kind, _ in COLLECTIVE_KINDS}
-    leaves_some_idle = any(
-        row["sm_efficiency"] is not None
-        and row["sm_efficiency"] < FULL_EFFICIENCY
-        and row["kind"] not in collective_kinds
-        for row in shown
-    )
-    return [
-        measure
-        for measure in _MEASURES
-        if any(row[measure.key] is not None for row in shown)
-        and (measure.key != "sm_efficiency" or leaves_some_idle)
-    ]
-
-
-def _format_measure(measure: _Measure, group: Sequence[KernelRow]) -> str:
-    """Return the mean of the kernels of one name, weighted by their time."""
-    mean = _compute_mean([row[measure.key] for row in group], [row["total_seconds"] for row in group])
-    return NONE if mean is None else measure.format(mean)
-
-
 def describe_collectives(trace: Trace) -> AnalysisPage:
     """Return collectives by mesh axis and kind, per step, and what a step would take without each axis."""
     collectives = trace.collectives()
@@ -258,8 +122,8 @@ def describe_collectives(trace: Trace) -> AnalysisPage:
         written.append(
             Row(
                 (
-                    _name_kind(row["kind"]) + (f" of {row['axis']}" if row["axis"] else ""),
-                    _format_calls(row["num_calls"]),
+                    name_kind(row["kind"]) + (f" of {row['axis']}" if row["axis"] else ""),
+                    format_calls(row["num_calls"]),
                     NONE if size is None else format_three_digits(size / unit.num_bytes),
                     scale.format(row["seconds"]),
                     NONE if row["skew_seconds"] is None else scale.format(row["skew_seconds"]),
@@ -342,7 +206,7 @@ def describe_idle(trace: Trace) -> AnalysisPage:
             (
                 f"{row['cause']}, rank {row['rank']}",
                 scale.format(row["seconds"] / counts[row["rank"]]),
-                _format_share(row["share"]),
+                format_share(row["share"]),
                 gap_scale.format(row["end_seconds"] - row["start_seconds"]),
             ),
             _create_interval(row["start_seconds"], row["end_seconds"], row["rank"], row["track"]),
@@ -440,7 +304,7 @@ def describe_critical_path(trace: Trace) -> AnalysisPage:
     path: CriticalPath = trace.critical_path()
     if not path:
         return AnalysisPage(sentences=["Nothing was recorded that a critical path could go through."])
-    shares = ", ".join(f"{row['kind']} {_format_share(row['share'])}" for row in path.sum_by_kind())
+    shares = ", ".join(f"{row['kind']} {format_share(row['share'])}" for row in path.sum_by_kind())
     num_ranks = len({row["rank"] for row in path})
     across = f" across {num_ranks:,} ranks" if num_ranks > 1 else ""
     num_steps = trace.activity.num_steps
@@ -472,9 +336,9 @@ def describe_critical_path(trace: Trace) -> AnalysisPage:
                 (
                     name,
                     kind,
-                    _format_calls(len(numbers) / num_steps),
+                    format_calls(len(numbers) / num_steps),
                     scale.format(seconds / num_steps),
-                    _format_share(seconds / path.seconds if path.seconds else 0.0),
+                    format_share(seconds / path.seconds if path.seconds else 0.0),
                     longest_scale.format(longest["seconds"]),
                 ),
                 _create_interval(start, start + longest["seconds"], longest["rank"], longest["track"]),
@@ -518,7 +382,7 @@ def describe_modules(trace: Trace) -> AnalysisPage:
     work = "kernels" if has_gpu_work(trace) else "operators"
     writer = TableWriter()
     rows = [
-        Row((name, _format_calls(calls), scale.format(forward), scale.format(backward), scale.format(host)))
+        Row((name, format_calls(calls), scale.format(forward), scale.format(backward), scale.format(host)))
         for name, (calls, forward, backward, host) in ordered
     ]
     headings = (
@@ -535,37 +399,3 @@ def describe_modules(trace: Trace) -> AnalysisPage:
 
 def _create_interval(start: float, end: float, rank: int, track: str) -> Interval | None:
     return Interval(start, end, rank, track or None) if end > start else None
-
-
-def _compute_mean(values: Sequence[float | None], weights: Iterable[float]) -> float | None:
-    """Return the mean of the known values, weighted; None if none is known."""
-    known = [
-        (value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight
-    ]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else None
-
-
-def _name_kind(kind: str) -> str:
-    return "unclassified" if kind == "other" else kind.replace("_", "-")
-
-
-def _format_calls(number: float) -> str:
-    """Return a number of calls, which is a fraction if it is a mean over steps and ranks."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.3g}"
-
-
-def _format_share(share: float) -> str:
-    if 0 < share < 0.0005:
-        return "< 0.1 %"
-    return f"{100 * share:.0f} %" if share >= 0.095 or not share else f"{100 * share:.1f} %"
-
-
-_MEASURES = (
-    _Measure("tflops", Heading("TFLOP/s"), format_three_digits),
-    _Measure("bytes_per_second", Heading("GB/s"), lambda value: format_three_digits(value / 1e9)),
-    _Measure("occupancy", Heading("occupancy", "achieved occupancy, as CUPTI estimates it"), _format_share),
-    _Measure(
-        "sm_efficiency", Heading("SMs used", "share of multiprocessors that have a block"), _format_share
-    ),
-)

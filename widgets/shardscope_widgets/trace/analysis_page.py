@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
+from shardscope.trace import Trace
 from shardscope_widgets.kit.numbers import keep_units
 from shardscope_widgets.run.recording_panel import TITLE as PROFILE_TITLE
 
 MAX_ROWS = 12
 """Maximum rows of a table: a trace has thousands of kernels, of which only the first ones matter."""
 NONE = "–"
+NO_GPU = "This is a trace of CPU ranks"
 TORCH_OPTIONS = {"stacks": "with_stack", "shapes": "record_shapes", "memory": "profile_memory"}
 """Options of the panel that profiles the next steps, and torch.profiler's names of them."""
 
@@ -156,3 +158,38 @@ def _render_cell(text: str, heading: Heading) -> str:
 
 def _get_alignment(heading: Heading) -> str:
     return " class='ss-text'" if heading.is_text else ""
+
+
+# ---- Words and numbers that several pages have
+
+
+def has_gpu_work(trace: Trace) -> bool:
+    """Return whether the work of a GPU was recorded."""
+    return any(rank.on_gpu for rank in trace.activity.ranks)
+
+
+def has_steps(trace: Trace) -> bool:
+    """Return whether the steps of a rank are marked."""
+    return trace.activity.has_steps
+
+
+def name_total(trace: Trace) -> str:
+    """Return the heading of sums: those of a step, or of the whole recording if no steps are marked."""
+    return "per step" if has_steps(trace) else "total"
+
+
+def name_kind(kind: str) -> str:
+    """Return the class of a kernel or collective as the page spells it."""
+    return "unclassified" if kind == "other" else kind.replace("_", "-")
+
+
+def format_calls(number: float) -> str:
+    """Return a number of calls, which is a fraction if it is a mean over steps and ranks."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.3g}"
+
+
+def format_share(share: float) -> str:
+    """Return a share as a percentage, with a decimal below 10 %."""
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    return f"{100 * share:.0f} %" if share >= 0.095 or not share else f"{100 * share:.1f} %"

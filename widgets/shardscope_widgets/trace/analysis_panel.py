@@ -20,7 +20,6 @@ from shardscope_widgets.trace.analyses import (
     describe_collectives,
     describe_critical_path,
     describe_idle,
-    describe_kernels,
     describe_modules,
     describe_steps,
     describe_stragglers,
@@ -29,6 +28,7 @@ from shardscope_widgets.trace.analysis_page import AnalysisPage, Interval
 from shardscope_widgets.trace.breakdown_figure import describe_breakdown
 from shardscope_widgets.trace.comparison_figure import PlanAgainstTrace
 from shardscope_widgets.trace.difference import OtherRuns
+from shardscope_widgets.trace.kernels_page import describe_kernels
 from shardscope_widgets.trace.memory_figure import describe_memory
 
 CRITICAL_PATH, PLAN, OTHER_RUN = "Critical path", "Plan against trace", "Another run"

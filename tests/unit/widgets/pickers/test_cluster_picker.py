@@ -23,7 +23,12 @@ def test_initial_host_memory_comes_from_the_catalogue() -> None:
 @pytest.mark.parametrize(
     "cluster",
     [
-        replace(H100, host_memory_bytes=123_456_789_012, nvme_bytes=1, nvme_bandwidth_bytes_per_second=3.3e9),
+        replace(
+            H100,
+            host_memory_bytes=123_456_789_012,
+            nvme_bytes=2**30 + 1,
+            nvme_bandwidth_bytes_per_second=3.3e9,
+        ),
         replace(H100, host_memory_bytes=None),
         replace(H100, num_nodes=3, host_link=H100.inter_node_link),
         replace(H100, gpu=replace(H100.gpu, name="my-gpu")),

@@ -35,7 +35,6 @@ from shardscope_widgets.trace.analyses import (
     describe_collectives,
     describe_critical_path,
     describe_idle,
-    describe_kernels,
     describe_modules,
     describe_steps,
     describe_stragglers,
@@ -44,6 +43,7 @@ from shardscope_widgets.trace.breakdown_figure import PARTS
 from shardscope_widgets.trace.comparison_figure import PlanAgainstTrace
 from shardscope_widgets.trace.difference import OtherRuns
 from shardscope_widgets.trace.findings_list import FindingsList
+from shardscope_widgets.trace.kernels_page import describe_kernels
 from shardscope_widgets.trace.memory_figure import describe_memory
 from shardscope_widgets.trace.page import TraceAnswers
 from shardscope_widgets.trace.run_names import describe_differences
