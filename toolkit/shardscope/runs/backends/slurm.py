@@ -34,6 +34,8 @@ NO_LIMIT = frozenset({"UNLIMITED", "INFINITE"})
 MAX_MINUTES = 525_600
 SIGNAL = re.compile(r"USR2@(\d{1,5})")
 """The signal before the time limit; only its time is the user's choice."""
+SIGNAL_SECONDS = 90
+"""Seconds between that signal and the limit: submitit's default."""
 GPU_RESOURCE = re.compile(r"(?:^|,)\s*(?:gres[/:])?gpu\b")
 """A GPU in a list of generic resources."""
 PLAIN_PATH = re.compile(r"[\w@%+=:,./-]+")
@@ -95,6 +97,17 @@ class Slurm:
     """Command that starts Python on the nodes; None: the Python of this process."""
     extra: Mapping[str, str | int | bool] = field(default_factory=dict, hash=False)
     """Any other options of sbatch by name, such as ``{"mem": "64G", "exclusive": True}``."""
+
+    def __new__(cls, *_: object, **values: object) -> Slurm:
+        """Raise ``ValueError`` with the place of an option of sbatch that is not a field."""
+        fields = list(cls.__dataclass_fields__)
+        for name in values:
+            if name not in fields and OPTION.fullmatch(name) and find_similar(name, fields) is None:
+                is_set = name.replace("_", "-") in SET_BY_LAUNCH
+                fix = "leave it out: the plan's cluster and the launch set it"
+                allowed = f"{', '.join(fields)}; other options of sbatch are in extra"
+                refuse("Slurm key", name, allowed, fix if is_set else f"extra={{{name!r}: ...}}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         names = "one name without blanks, several with commas between them, or None"
