@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ from shardscope.machine.processes import identify_machine
 from shardscope.records.attempts import write_beginning
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
+from shardscope.runs import control
 from shardscope.runs.backends import end_notice, job_watch, node_process, nodes, slurm_job, slurm_submission
 from shardscope.runs.backends.job_log import (
     advise,
@@ -722,6 +724,25 @@ def test_a_stop_that_slurm_has_not_heard_is_named(monkeypatch: pytest.MonkeyPatc
     assert run.status == "queued" and run.reason.startswith("job 7 waits: Resources; the stop")
 
 
+def test_a_stop_does_not_wait_for_a_controller_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The notebook waited with it for 19 s."""
+    cancelled = threading.Event()
+
+    def cancel(job_id: str) -> None:
+        time.sleep(2)
+        cancelled.set()
+
+    monkeypatch.setattr(control, "CANCEL_SECONDS", 0.1, raising=False)
+    monkeypatch.setattr(control, "cancel_waiting", cancel)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("PENDING", "Resources", "", "", False))
+    run = ss.Run.attach(write_queued_run(tmp_path).path)
+    assert wait_until(lambda: run.reason == "job 7 waits: Resources")
+    run.stop()
+    assert not cancelled.is_set() and cancelled.wait(10)
+
+
 @pytest.mark.parametrize(
     ("reason", "text"),
     [
@@ -730,6 +751,7 @@ def test_a_stop_that_slurm_has_not_heard_is_named(monkeypatch: pytest.MonkeyPatc
         ("PartitionTimeLimit", "another ss.Slurm(time=)"),
         ("ReqNodeNotAvail,_UnavailableNodes:n[1-2]", "ReqNodeNotAvail, UnavailableNodes:n[1-2] (sinfo -R"),
         ("launch_failed_requeued_held", "launch failed requeued held (a node could not start it"),
+        ("job_requeued_in_held_state", "scontrol release 7"),
         ("PartitionConfig", "it may never start"),
         ("QOSMaxWallDurationPerJobLimit", "it may never start"),
         ("QOSMinGRES", "it may never start"),

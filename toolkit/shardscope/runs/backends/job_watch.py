@@ -51,6 +51,7 @@ WAIT_ADVICE = {
     "QOSNotAllowed": f"{ANOTHER_TARGET} ss.Slurm(qos=)",
     "ReqNodeNotAvail": "sinfo -R and scontrol show reservation list why",
     "Nodes required for job are DOWN": "sinfo -R lists why nodes are down or drained",
+    "job requeued in held state": "it is held until you release it: scontrol release {job_id}",
     "launch failed requeued held": "a node could not start it, so it is held: scontrol release {job_id}",
 }
 """What to do about reasons with which a job waits until somebody acts (Slurm's job_reason_codes)."""
