@@ -66,7 +66,10 @@ def test_without_any_run_the_error_says_where_a_run_has_its_path(
         ss.Run.attach("nowhere")
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to be another user")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0,
+    reason="needs root, to become another user: run it with sudo",
+)
 def test_a_run_that_only_its_owner_can_read_names_the_owner_and_the_fix() -> None:
     """It was "Permission denied" with the path of the run."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's folders are its user's alone.
