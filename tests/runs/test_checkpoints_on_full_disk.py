@@ -80,13 +80,30 @@ class FinetunesOntoFullDisk(ss.Finetune):
 class SavesOnTwoDisks(ss.Pretrain):
     """Its ranks are told what those of two of Ray's nodes without a shared folder are; one has no space."""
 
+    fails_to_rename: bool = False
+    """Rank 1 has space for its files, but not for the name of the complete folder. Else rank 0 has none."""
+
     def __call__(self, ctx: Any) -> None:
         os.environ |= {"SHARDSCOPE_OWN_FOLDER": "1", "LOCAL_RANK": "0"}
-        fill_disk(ctx.folder, fits=0, name="step-000003")
+        if not self.fails_to_rename:
+            fill_disk(ctx.folder, fits=0, name="step-000003")
         if ctx.rank == 1:
             untyped: Any = type(ctx)
             untyped.folder = ctx.folder / OTHER_NODE
+            if self.fails_to_rename:
+                self.refuse_renames("step-000003")
         super().__call__(ctx)
+
+    def refuse_renames(self, name: str) -> None:
+        untyped: Any = Path
+        rename = Path.rename
+
+        def rename_others(path: Path, target: Path) -> Path:
+            if target.name == name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return rename(path, target)
+
+        untyped.rename = rename_others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +243,13 @@ def test_fault_23_the_last_checkpoint_waits_for_space(is_stopped: bool, tmp_path
     assert len(list_checkpoints(run)) == 1 and NO_SPACE not in run.reason
 
 
+@pytest.mark.parametrize("fails_to_rename", [False, True])
 @pytest.mark.parametrize("case", few(["fsdp2", "zero-3", "megatron"], ["fsdp2"]))
-def test_fault_23_all_nodes_keep_the_same_checkpoints(case: str, tmp_path: Path) -> None:
+def test_fault_23_all_nodes_keep_the_same_checkpoints(
+    case: str, fails_to_rename: bool, tmp_path: Path
+) -> None:
     """The other node kept its part of the one that the first had no space for, and deleted another one."""
-    fields = {"num_steps": 4, "save_every": 1, "keep_last": 2}
+    fields = {"num_steps": 4, "save_every": 1, "keep_last": 2, "fails_to_rename": fails_to_rename}
     run = launch(tmp_path, CASES[case], SavesOnTwoDisks, **fields)
     assert run.wait(120) == "finished", run.error
     names = list_checkpoints(run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,22 @@ def test_without_any_run_the_error_says_where_a_run_has_its_path(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FieldError, match=r"does not exist.*Nearest fix: .*run\.folder"):
         ss.Run.attach("nowhere")
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0,
+    reason="needs root, to become another user: run it with sudo",
+)
+def test_a_run_that_only_its_owner_can_read_names_the_owner_and_the_fix() -> None:
+    """It was "Permission denied" with the path of the run."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's folders are its user's alone.
+        parent = Path(name)
+        parent.chmod(0o755)
+        write_run("mine", parent=parent)
+        (parent / "mine").chmod(0o700)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError, match=f"belongs to {parent.owner()}.*chmod"):
+                ss.Run.attach(parent / "mine")
+        finally:
+            os.seteuid(0)

@@ -68,7 +68,14 @@ def test_an_attempt_without_node_0_is_described_by_the_others(folder: RunFolder)
     other = NodeFolder(folder.path, 1, 2, 1)
     other.create_own()
     write_json(other.ended, {"time": 1.0, "status": "failed", "reason": "node 0 (a) is lost"})
+    lead = select_lead(folder, 1)
+    lead.create_own()
+    write_json(lead.node_json, {"name": "a"})
     assert read_attempts(folder)[0]["reason"] == "node 0 (a) is lost"
+    # A rank that has lost its peer before the node knew it: the reason was that rank's alone.
+    write_json(other.ended, {"time": 1.0, "status": "failed", "reason": "rank 1 raised RuntimeError: closed"})
+    reason = str(read_attempts(folder)[0]["reason"])
+    assert reason.startswith("node 0 (a) ") and "rank 1 raised RuntimeError: closed" in reason
 
 
 def test_steps_are_logged_once(folder: RunFolder) -> None:

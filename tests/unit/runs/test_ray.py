@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import socket
@@ -25,6 +26,7 @@ from shardscope.runs.backends.nodes import Node, NodePool
 from shardscope.runs.backends.peers import Peers
 from shardscope.runs.backends.ray import coordinator as ray_coordinator
 from shardscope.runs.backends.ray import submission as ray_submission
+from shardscope.runs.backends.ray import submission_process
 from shardscope.runs.backends.ray import watch as ray_watch
 from shardscope.runs.backends.ray.coordinator import Coordinator, describe_node_exit
 from shardscope.runs.backends.ray.node import find_interface
@@ -137,6 +139,32 @@ def test_a_refusal_of_ray_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(FieldError, match="no virtualenv") as refused:
         ray_submission.RayConnection(ss.Ray(), inspects=True)
     assert "change" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "fix"),
+    [
+        (TypeError("runtime_env['env_vars'] must be of type Dict[str, str]"), "Ray.runtime_env", "change"),
+        (ValueError("directory /nope must be an existing directory"), "Ray.runtime_env", "change"),
+        (submission_process.InspectionError("RuntimeEnvSetupError: no"), "Ray.runtime_env", "change"),
+        (ValueError("Ray Client requires pip package `ray[client]`."), "Ray.address", "pip install"),
+        (ConnectionError("Could not find any running Ray instance"), "Ray.address", "ray start"),
+    ],
+)
+def test_a_refusal_of_ray_names_the_field_that_it_is_about(
+    error: Exception, field: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong runtime environment was a wrong address, whose fix was the one that `ray start` prints."""
+    target = ss.Ray(runtime_env={"working_dir": "/nope"})
+    monkeypatch.setattr(ray_submission.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(ray_submission, "_check_head", lambda target: None)
+    named = submission_process.find_field(error, {"runtime_env": target.runtime_env})
+    answer = json.dumps({"error": submission_process.describe_error(error), "field": named})
+    monkeypatch.setattr(ray_submission, "build_module_command", lambda module: ["echo", answer])
+    with pytest.raises(FieldError) as refused:
+        ray_submission.RayConnection(target, inspects=True)
+    assert refused.value.field == field and fix in refused.value.fix
+    assert str(error).rstrip(".") in str(refused.value)
 
 
 def test_the_kernel_does_not_import_ray() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +28,7 @@ from shardscope.machine.processes import identify_machine
 from shardscope.records.attempts import write_beginning
 from shardscope.records.folder import NodeFolder, RunFolder
 from shardscope.records.json_files import append_line, write_json
+from shardscope.runs import control
 from shardscope.runs.backends import end_notice, job_watch, node_process, nodes, slurm_job, slurm_submission
 from shardscope.runs.backends.job_log import (
     advise,
@@ -151,6 +154,41 @@ def test_valid_fields_survive_pickling() -> None:
 )
 def test_time_limits_are_read_as_slurm_reads_them(text: int | str, minutes: int) -> None:
     assert parse_minutes(text) == minutes
+
+
+@pytest.mark.parametrize(
+    ("target", "default", "is_refused"),
+    [
+        (ss.Slurm(time=1), 60, True),
+        (ss.Slurm(time=2), 60, False),
+        (ss.Slurm(), 1, True),
+        (ss.Slurm(), 0, False),
+        (ss.Slurm(), None, False),
+        (ss.Slurm(time="10:00", extra={"signal": "USR2@600"}), 60, True),
+        (ss.Slurm(time="1:30", extra={"signal": "USR2@30"}), 60, False),
+    ],
+)
+def test_a_time_limit_that_leaves_no_time_to_train_is_refused(
+    target: ss.Slurm, default: int | None, is_refused: bool
+) -> None:
+    """Each of three attempts saved at once, and the run ended without a step."""
+    partition = Partition("debug", default, PARTITION.nodes)
+    with pytest.raises(FieldError, match=r"Slurm\.time") if is_refused else contextlib.nullcontext() as error:
+        slurm_submission.check_time(target, partition)
+    if error is not None:
+        minutes = next(iter(error.value.fix_values.values()))
+        slurm_submission.check_time(dataclasses.replace(target, time=minutes), partition)
+
+
+def test_options_of_sbatch_are_named_with_their_place() -> None:
+    """The fix was to leave them out, which is no request for memory."""
+    untyped: Any = ss.Slurm
+    with pytest.raises(FieldError, match=r"extra=\{'mem': \.\.\.\}"):
+        untyped(partition="a100", mem="64G")
+    with pytest.raises(FieldError, match="the plan's cluster"):
+        untyped(gpus_per_node=8)
+    with pytest.raises(FieldError, match="Nearest fix: 'partition'"):
+        untyped(partitions="a100")
 
 
 def test_another_target_is_refused() -> None:
@@ -682,8 +720,27 @@ def test_a_stop_that_slurm_has_not_heard_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("PENDING", "Resources", "", "", False))
     append_line(folder.control, {"command": "stop", "time": time.time() - 60})
     run = ss.Run.attach(folder.path)
-    assert wait_until(lambda: run.reason.endswith("ends it when it starts, and run.stop() or scancel 7 now"))
+    assert wait_until(lambda: "ends it when it starts, and run.stop() or scancel 7" in run.reason)
     assert run.status == "queued" and run.reason.startswith("job 7 waits: Resources; the stop")
+
+
+def test_a_stop_does_not_wait_for_a_controller_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The notebook waited with it for 19 s."""
+    cancelled = threading.Event()
+
+    def cancel(job_id: str) -> None:
+        time.sleep(2)
+        cancelled.set()
+
+    monkeypatch.setattr(control, "CANCEL_SECONDS", 0.1, raising=False)
+    monkeypatch.setattr(control, "cancel_waiting", cancel)
+    monkeypatch.setattr(job_watch, "read_job", lambda job_id: Job("PENDING", "Resources", "", "", False))
+    run = ss.Run.attach(write_queued_run(tmp_path).path)
+    assert wait_until(lambda: run.reason == "job 7 waits: Resources")
+    run.stop()
+    assert not cancelled.is_set() and cancelled.wait(10)
 
 
 @pytest.mark.parametrize(
@@ -694,6 +751,15 @@ def test_a_stop_that_slurm_has_not_heard_is_named(monkeypatch: pytest.MonkeyPatc
         ("PartitionTimeLimit", "another ss.Slurm(time=)"),
         ("ReqNodeNotAvail,_UnavailableNodes:n[1-2]", "ReqNodeNotAvail, UnavailableNodes:n[1-2] (sinfo -R"),
         ("launch_failed_requeued_held", "launch failed requeued held (a node could not start it"),
+        ("job_requeued_in_held_state", "scontrol release 7"),
+        ("PartitionConfig", "it may never start"),
+        ("QOSMaxWallDurationPerJobLimit", "it may never start"),
+        ("QOSMinGRES", "it may never start"),
+        ("AssocMaxNodePerJobLimit", "number of nodes"),
+        ("AssocGrpCPUMinutesLimit", "too little is left of the budget"),
+        ("AssocGrpGRESRunMinutes", "it starts when other jobs"),
+        ("QOSMaxJobsPerUserLimit", "it starts when other jobs"),
+        ("AssocGrpGRES", "it starts when other jobs"),
     ],
 )
 def test_a_reason_that_needs_somebody_to_act_has_advice(reason: str, text: str) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardscope.records.folder import ATTEMPTS, FINAL, RunFolder, list_numbers
+from shardscope.records.folder import ATTEMPTS, FINAL, NodeFolder, RunFolder, list_numbers
 from shardscope.records.json_files import read_json, read_lines, write_json
 from shardscope.records.json_values import is_int, is_number
 from shardscope.records.terminal_text import plain_text
@@ -127,7 +127,12 @@ def _find_end_without_lead(folder: RunFolder) -> dict[str, object]:
     ends = [record for node in folder.list_nodes() if (record := read_json(node.ended)) is not None]
     failed = next((end for end in ends if end.get("status") == "failed"), None)
     if failed is not None:
-        return failed
+        # Without node 0 a rank of another node only says that its connection was closed.
+        lead = NodeFolder(folder.path, 0, attempt=folder.fixed_attempt).title
+        reason = str(failed.get("reason"))
+        if f"{lead} is lost" not in reason:
+            reason = f"{lead} left no record of its end, so it was lost or killed; another node: {reason}"
+        return {**failed, "reason": reason}
     reason = "it left no record of its end: a node was lost, or its processes were killed without notice"
     return {"status": "lost", "reason": reason}
 

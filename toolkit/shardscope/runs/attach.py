@@ -22,8 +22,25 @@ MAX_PATHS = 5
 
 
 def attach_run(folder: str | os.PathLike[str]) -> Run:
-    """Return a handle on the run in ``folder``; see :meth:`Run.attach`. Raises ``ValueError``."""
+    """Return a handle on the run in ``folder``; see :meth:`Run.attach`.
+
+    Raises ``ValueError``, and ``PermissionError`` for another user's run that only its owner can read.
+    """
     path = checked_path("Run.attach folder", folder).absolute()
+    try:
+        return _find_run(path)
+    except PermissionError as error:
+        owner = _find_other_owner(path)
+        if not owner:
+            raise
+        text = (
+            f"The run folder {path} belongs to {owner}, and cannot be read by you: {error.strerror}. "
+            f"Nearest fix: {owner} runs chmod -R go+rX on it"
+        )
+        raise PermissionError(error.errno, text) from error
+
+
+def _find_run(path: Path) -> Run:
     if is_run(path):
         return _open_run(path)
     if not path.exists():
@@ -60,6 +77,16 @@ def _describe_refusal(path: Path, problem: str, fix: str | None = None) -> Field
         fix = str(next((run for run in nearby if run.name == similar), nearby[-1]))
     allowed = f"the folder of a run: {path} {problem}{listed}"
     return FieldError("Run.attach folder", str(path), allowed, fix or "the path that run.folder has")
+
+
+def _find_other_owner(path: Path) -> str:
+    """Return the name of the user who owns ``path``; empty if it is this one, or not known."""
+    try:
+        if path.stat().st_uid == os.geteuid():
+            return ""
+        return path.owner()
+    except (OSError, KeyError, AttributeError, NotImplementedError):  # Windows has neither.
+        return ""
 
 
 def _join_newest(runs: Sequence[object], limit: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ from shardscope.runs.stop_request import find_notebook
 
 if TYPE_CHECKING:
     from shardscope.runs.run import Run
+
+CANCEL_SECONDS = 2.0
+"""Maximum time for which a stop waits for Slurm's answer: a notebook waits with it."""
 
 
 def send_command(run: Run, command: str, /, **arguments: object) -> None:
@@ -40,5 +44,13 @@ def request_stop(run: Run, /, **arguments: object) -> None:
     job_id = read_job_id(RunFolder(run.folder))
     if job_id is not None and run.status == "queued":
         # A job that waits has no supervisor to read the command; one that has started keeps its own.
-        with contextlib.suppress(SlurmError):  # Attached from a machine without Slurm's commands.
-            cancel_waiting(job_id)
+        # Not a daemon: a script may end at once, and scancel waits long for a controller that is down.
+        cancelling = threading.Thread(target=_try_to_cancel, args=(job_id,))
+        with contextlib.suppress(RuntimeError):  # The process limit is reached.
+            cancelling.start()
+            cancelling.join(CANCEL_SECONDS)
+
+
+def _try_to_cancel(job_id: str) -> None:
+    with contextlib.suppress(SlurmError):  # Attached from a machine without Slurm's commands.
+        cancel_waiting(job_id)

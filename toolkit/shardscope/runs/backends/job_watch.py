@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 
@@ -42,6 +43,7 @@ WAIT_ADVICE = {
     "JobHeldAdmin": "it is held until an administrator releases it",
     "JobHeldUser": "it is held until you release it: scontrol release {job_id}",
     "JobHoldMaxRequeue": "it was started too often, and is held: scontrol release {job_id}",
+    "PartitionConfig": f"{ANOTHER_TARGET} number of nodes or ss.Slurm(extra=), or on another partition",
     "PartitionDown": "it starts when an administrator has set the partition UP",
     "PartitionInactive": "it starts when an administrator has set the partition UP",
     "PartitionNodeLimit": f"{ANOTHER_TARGET} number of nodes, or on another partition",
@@ -49,9 +51,25 @@ WAIT_ADVICE = {
     "QOSNotAllowed": f"{ANOTHER_TARGET} ss.Slurm(qos=)",
     "ReqNodeNotAvail": "sinfo -R and scontrol show reservation list why",
     "Nodes required for job are DOWN": "sinfo -R lists why nodes are down or drained",
+    "job requeued in held state": "it is held until you release it: scontrol release {job_id}",
     "launch failed requeued held": "a node could not start it, so it is held: scontrol release {job_id}",
 }
 """What to do about reasons with which a job waits until somebody acts (Slurm's job_reason_codes)."""
+LIMITS = "sacctmgr show qos and sacctmgr show assoc list the limits"
+LIMIT_ADVICE = {
+    re.compile(r"(QOS|Assoc)(Max\w*Per(Job|Node)(Limit)?|Min\w+)|MaxMemPerLimit"): (
+        f"a limit for one job of your account, QOS or partition; {ANOTHER_TARGET} ss.Slurm(time=, account=, "
+        f"qos=, extra=) or number of nodes; {LIMITS}"
+    ),
+    re.compile(r"(QOS|Assoc)Grp\w*((?<!Run)Minutes|Wall)(Limit)?"): (
+        "too little is left of the budget of your account or QOS for this job with its time limit; "
+        f"{ANOTHER_TARGET} ss.Slurm(account=, qos=) or a shorter time=; {LIMITS}"
+    ),
+    re.compile(r"(QOS|Assoc)(Grp|Max)\w+|Max\w+PerAccount"): (
+        f"it starts when other jobs of your user, account or QOS have ended; {LIMITS}"
+    ),
+}
+"""The same about limits that are set in Slurm's accounting, by the first pattern of their names."""
 
 
 class JobWatch:
@@ -176,7 +194,10 @@ class JobWatch:
         requested = (self._find_stop() or {}).get("time")
         if not is_number(requested) or time.time() - requested < STALE_SECONDS:
             return ""
-        return f"; the stop that was requested ends it when it starts, and run.stop() or scancel {job_id} now"
+        return (
+            f"; the stop that was requested ends it when it starts, and run.stop() or scancel {job_id} "
+            "on a login node now"
+        )
 
     def _describe_end(self, job_id: str, job: Job | None) -> dict[str, object]:
         stop = self._find_stop()
@@ -245,7 +266,8 @@ def describe_live_job(job_id: str, job: Job, before: str = "") -> dict[str, obje
     # has blanks.
     why = job.reason.replace("_", " ")
     reason = f"{before}job {job_id} waits" + (f": {why}" if why else "")
-    advice = WAIT_ADVICE.get(why.partition(",")[0], "")
+    limits = (text for pattern, text in LIMIT_ADVICE.items() if pattern.fullmatch(why))
+    advice = WAIT_ADVICE.get(why.partition(",")[0], "") or next(limits, "")
     if advice:
         reason += f" ({advice.format(job_id=job_id)})"
     if job.start:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,6 +35,8 @@ NO_LIMIT = frozenset({"UNLIMITED", "INFINITE"})
 MAX_MINUTES = 525_600
 SIGNAL = re.compile(r"USR2@(\d{1,5})")
 """The signal before the time limit; only its time is the user's choice."""
+SIGNAL_SECONDS = 90
+"""Seconds between that signal and the limit: submitit's default."""
 GPU_RESOURCE = re.compile(r"(?:^|,)\s*(?:gres[/:])?gpu\b")
 """A GPU in a list of generic resources."""
 PLAIN_PATH = re.compile(r"[\w@%+=:,./-]+")
@@ -68,6 +71,25 @@ MEMORY = frozenset({"mem", "mem-per-cpu", "mem-per-gpu"})
 MAX_LINES = 1000
 
 
+def _name_place_of_options(kind: type[Slurm]) -> type[Slurm]:
+    """Decorate ``Slurm`` so that an option of sbatch that is no field is refused with its place."""
+    initialize, fields = kind.__init__, list(kind.__dataclass_fields__)
+
+    @wraps(initialize)
+    def initialize_checked(self: Slurm, *args: object, **values: object) -> None:
+        for name in values:
+            if name not in fields and OPTION.fullmatch(name) and find_similar(name, fields) is None:
+                is_set = name.replace("_", "-") in SET_BY_LAUNCH
+                fix = "leave it out: the plan's cluster and the launch set it"
+                allowed = f"{', '.join(fields)}; other options of sbatch are in extra"
+                refuse("Slurm key", name, allowed, fix if is_set else f"extra={{{name!r}: ...}}")
+        initialize(self, *args, **values)  # type: ignore[arg-type]
+
+    kind.__init__ = initialize_checked  # type: ignore[method-assign]
+    return kind
+
+
+@_name_place_of_options
 @refuse_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class Slurm:

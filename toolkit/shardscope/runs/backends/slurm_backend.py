@@ -14,7 +14,8 @@ from shardscope.runs.backends.kernel_watch import KernelWatch
 from shardscope.runs.backends.next_attempt import may_start_again
 from shardscope.runs.backends.slurm import Slurm, read_environment
 from shardscope.runs.backends.slurm_job import SlurmError, cancel
-from shardscope.runs.backends.slurm_submission import check_submission, submit
+from shardscope.runs.backends.slurm_submission import check_submission, check_time, submit
+from shardscope.runs.launch.run_description import trains_the_plan
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -33,11 +34,13 @@ class SlurmBackend:
         self._job_id: str | None = None
 
     def check(self, plan: Plan, task: object, parent: Path) -> str:
-        """Check that the partition has what the plan needs, and its nodes see ``parent``."""
+        """Check that the partition has what the plan needs, and that its nodes see ``parent``."""
         refuse_nsys(task, "Slurm")
         # A resumed run has the same options in another environment.
         self._target = read_environment(self._target, os.environ)
         self._partition = check_submission(plan, self._target, parent, force=self._force)
+        if trains_the_plan(task):
+            check_time(self._target, self._partition)
         return ""
 
     def describe(self, plan: Plan, created: object) -> dict[str, object]:

@@ -28,7 +28,14 @@ from shardscope.runs.backends.nodes import (
     check_nodes,
     is_same_gpu,
 )
-from shardscope.runs.backends.slurm import ENVIRONMENT_OPTIONS, Slurm, parse_minutes, read_environment
+from shardscope.runs.backends.slurm import (
+    ENVIRONMENT_OPTIONS,
+    SIGNAL,
+    SIGNAL_SECONDS,
+    Slurm,
+    parse_minutes,
+    read_environment,
+)
 from shardscope.runs.backends.slurm_job import (
     SlurmError,
     cancel,
@@ -43,6 +50,8 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
 
 SUBMIT_SECONDS = 120.0
+SPARE_MINUTES = 4
+"""Minutes of a suggested time limit before the ranks save: Slurm signals them up to a minute earlier."""
 INVENTORY_FIELD = "Slurm.inventory"
 LIST_SECONDS = 8.0
 """Maximum time of each of the two commands that list all partitions."""
@@ -118,6 +127,17 @@ def check_submission(plan: Plan, target: Slurm, parent: Path, *, force: bool) ->
     if not force:
         check_folder(parent, joined.pool)
     return joined
+
+
+def check_time(target: Slurm, partition: Partition) -> None:
+    """Raise ``ValueError`` if the time limit is over when the ranks are to save for it: none would train."""
+    minutes = partition.default_minutes if target.time is None else parse_minutes(target.time)
+    match = SIGNAL.fullmatch(str(target.extra.get("signal", "")))
+    seconds = int(match[1]) if match else SIGNAL_SECONDS
+    if minutes and 60 * minutes <= seconds:
+        default = "" if target.time is not None else f"; partition {partition.name} has {minutes} by default"
+        allowed = f"more than {seconds / 60:.3g} minutes: {seconds} s before its end the ranks save{default}"
+        refuse("Slurm.time", target.time, allowed, Value(seconds // 60 + SPARE_MINUTES))
 
 
 def _join_partitions(partitions: Sequence[Partition], gpu_name: str) -> Partition:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,8 @@ from shardscope.training.checkpoints.temporary_folder import (
     raise_if_a_rank_failed,
     raise_on_all_ranks,
     raising_on_all_ranks,
-    replace_folder,
+    replace_on_all_nodes,
     replace_when_complete,
-    writes_folder,
 )
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def begin_save(
         try:
             # Nodes that share no folder each rename their own: all of them, or none.
             raise_if_a_rank_failed(error, path, group)
-            if writes_folder():
-                replace_folder(temporary, path)
+            raise_together = partial(raise_if_a_rank_failed, path=path, group=group)
+            replace_on_all_nodes(temporary, path, raise_together)
             completed.set_result(None)
         except BaseException as raised:
             delete_temporary(path)

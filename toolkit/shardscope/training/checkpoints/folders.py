@@ -71,7 +71,7 @@ def delete_unfinished(folder: Path) -> None:
         for path in (Path(folder) / CHECKPOINTS).glob(f".*.{ending}"):
             replaced = path.with_name(path.name[1:].removesuffix(f".{ending}"))
             if ending == "old" and not _STEP.fullmatch(replaced.name) and not replaced.exists():
-                # The run was killed between the two renames of ``replace_folder``: it is the only copy.
+                # The run was killed between the two renames of a new one: it is the only copy.
                 path.rename(replaced)
             shutil.rmtree(path, ignore_errors=True)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,9 +40,7 @@ def replace_when_complete(path: Path) -> Iterator[Path]:
     # Rank 0 must not rename a folder into which another rank still writes.
     dist.barrier()
     # No rank returns before the rename: one that fails next would end the run, and rank 0 with it.
-    with raising_on_all_ranks():
-        if writes_folder():
-            replace_folder(temporary, path)
+    replace_on_all_nodes(temporary, path, raise_on_all_ranks)
 
 
 def create_temporary(path: Path) -> Path:
@@ -174,19 +173,51 @@ def writes_folder() -> bool:
     return dist.get_rank() == 0 or (os.environ.get(OWN_FOLDER) == "1" and os.environ.get("LOCAL_RANK") == "0")
 
 
-def replace_folder(temporary: Path, path: Path) -> None:
+def replace_on_all_nodes(
+    temporary: Path, path: Path, raise_together: Callable[[OSError | None], None]
+) -> None:
+    """Rename ``temporary`` to ``path``, where nodes share no folder on all of them or on none. Collective.
+
+    ``raise_together`` gets this rank's error, and raises on all ranks if one has any.
+    """
+    error: OSError | None = None
+    try:
+        if writes_folder():
+            _move_into_place(temporary, path)
+    except OSError as raised:
+        error = raised
+    try:
+        raise_together(error)
+    # Not the error of a collective whose other ranks are lost: the folder is complete then.
+    except (OSError, OtherRankError):
+        if writes_folder() and error is None:
+            with contextlib.suppress(OSError):
+                path.rename(temporary)
+                _restore_old(path)
+        raise
+    if writes_folder():
+        shutil.rmtree(_name_old(path), ignore_errors=True)
+
+
+def _move_into_place(temporary: Path, path: Path) -> None:
     """Rename ``temporary`` to ``path``; an existing folder, which rename(2) would not replace, is moved."""
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(_name_old(path), ignore_errors=True)
     if path.exists():
-        path.rename(old)
+        path.rename(_name_old(path))
     try:
         temporary.rename(path)
     except OSError:
-        if old.exists():  # The next call would delete it.
-            old.rename(path)
+        _restore_old(path)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _restore_old(path: Path) -> None:
+    if _name_old(path).exists():  # The next call would delete it.
+        _name_old(path).rename(path)
+
+
+def _name_old(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
 
 
 def check_own(path: Path) -> None:

@@ -142,15 +142,9 @@ def note_for_supervisor(folder: Path, key: str, text: str) -> None:
 
 
 def _move_best(folder: Path) -> None:
-    from shardscope.training.checkpoints.temporary_folder import (
-        raising_on_all_ranks,
-        replace_folder,
-        writes_folder,
-    )
+    from shardscope.training.checkpoints.temporary_folder import raise_on_all_ranks, replace_on_all_nodes
 
-    with raising_on_all_ranks():
-        if writes_folder():
-            replace_folder(folder / BEST_EXPORT, folder / EXPORT)
+    replace_on_all_nodes(folder / BEST_EXPORT, folder / EXPORT, raise_on_all_ranks)
 
 
 def _complete_together(ctx: TrainingContext, complete: Callable[[Path], None]) -> None:

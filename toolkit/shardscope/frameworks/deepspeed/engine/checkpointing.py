@@ -36,9 +36,8 @@ from shardscope.training.checkpoints.temporary_folder import (
     raise_if_a_rank_failed,
     raise_on_all_ranks,
     raising_on_all_ranks,
-    replace_folder,
+    replace_on_all_nodes,
     replace_when_complete,
-    writes_folder,
 )
 
 if TYPE_CHECKING:
@@ -105,8 +104,8 @@ class AsyncSave:
             complete = partial(write_position, self._temporary, self._position)
             error = _try_to(complete) if dist.get_rank() == 0 else None
             raise_if_a_rank_failed(error, self._path, self._group)
-            if writes_folder():
-                replace_folder(self._temporary, self._path)
+            raise_together = partial(raise_if_a_rank_failed, path=self._path, group=self._group)
+            replace_on_all_nodes(self._temporary, self._path, raise_together)
         except BaseException as error:
             self._error = error
             delete_temporary(self._path)

@@ -41,9 +41,8 @@ from shardscope.training.checkpoints.temporary_folder import (
     failing_alone,
     raise_on_all_ranks,
     raising_on_all_ranks,
-    replace_folder,
+    replace_on_all_nodes,
     replace_when_complete,
-    writes_folder,
 )
 
 if TYPE_CHECKING:
@@ -141,9 +140,7 @@ class AsyncSave:
         try:
             raise_on_all_ranks(error, folder=self._temporary)
             # Nodes that share no folder each rename their own: all of them, or none.
-            with raising_on_all_ranks():
-                if writes_folder():
-                    replace_folder(self._temporary, self._path)
+            replace_on_all_nodes(self._temporary, self._path, raise_on_all_ranks)
         except (CheckpointException, OSError) as raised:
             self._error = raised
             delete_temporary(self._path)

@@ -32,6 +32,7 @@ from shardscope.runs.backends.nodes import (
     is_same_gpu,
 )
 from shardscope.runs.backends.ray.puller import start_puller
+from shardscope.runs.backends.ray.submission_process import CLIENT
 from shardscope.runs.backends.ray.target import Ray
 from shardscope.runs.backends.ray.watch import is_streamed
 from shardscope.runs.launch.environment import add_toolkit_to_path, remove_rank_variables
@@ -111,9 +112,14 @@ class RayConnection:
         answer = parse_object(self._read_line(seconds))
         if "error" in answer:
             allowed = f"what Ray accepts; it says: {str(answer['error']).rstrip('.')}"
-            if answer.get("is_address"):
+            if answer.get("field") == "address":
                 fix = "the address of a running cluster, which `ray start` prints"
+                if CLIENT in allowed:
+                    fix = f'pip install "{CLIENT}"'
                 refuse("Ray.address", self.target.address, allowed, fix)
+            if answer.get("field") == "runtime_env":
+                value = dict(self.target.runtime_env or {})
+                refuse("Ray.runtime_env", value, allowed, "change what the message names")
             refuse("launch.on", self.title, allowed, "in ss.Ray(...), change what the message names")
         return answer
 

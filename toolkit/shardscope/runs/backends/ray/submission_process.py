@@ -29,6 +29,8 @@ START_SECONDS = 150.0
 END_SECONDS = 60.0
 """Time for the coordinator of a failed launch to end its nodes by itself."""
 MAX_ERROR = 500
+CLIENT = "ray[client]"
+"""Package that an address with ray:// needs; Ray's error names it."""
 LIFE_SECONDS = 900
 """Maximum life of this process, longer than a launch may take."""
 CLOSE_SECONDS = 10.0
@@ -50,8 +52,7 @@ def main() -> None:
     try:
         answer = connect(request)
     except BaseException as error:
-        is_address = not isinstance(error, InspectionError)
-        _answer(answers, {"error": describe_error(error), "is_address": is_address})
+        _answer(answers, {"error": describe_error(error), "field": find_field(error, request)})
         return
     _answer(answers, answer)
     # Until the launch closes its end.
@@ -103,9 +104,24 @@ def connect(request: Mapping[str, object]) -> dict[str, object]:
         inspect = ray.remote(num_cpus=0, max_retries=0)(inspect_python)
         try:
             answer["python"] = ray.get(inspect.remote(), timeout=START_SECONDS)
+        except ray.exceptions.GetTimeoutError as error:
+            raise InspectionError(
+                f"no worker of the cluster has started within {START_SECONDS:.0f} s; Ray's logs on its "
+                "nodes (session_latest/logs) say why"
+            ) from error
         except Exception as error:
             raise InspectionError(describe_error(error)) from error
     return answer
+
+
+def find_field(error: BaseException, request: Mapping[str, object]) -> str:
+    """Return the field of ``ss.Ray`` that an error of :func:`connect` is about; empty if that is unclear."""
+    has_environment = bool(request["runtime_env"])
+    if isinstance(error, InspectionError):
+        return "runtime_env" if has_environment else ""
+    # Ray checks the runtime environment before it connects.
+    is_environment = isinstance(error, TypeError | ValueError) and CLIENT not in str(error)
+    return "runtime_env" if has_environment and is_environment else "address"
 
 
 def _read_free_resources() -> Mapping[str, Mapping[str, float]]:
@@ -275,6 +291,8 @@ def describe_error(error: BaseException) -> str:
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
         error = cause
+    if isinstance(error, InspectionError):  # Its text is a cause already.
+        return str(error)[:MAX_ERROR]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # The last line of a traceback names the exception.
     is_traceback = any(line.startswith("Traceback") for line in lines)
