@@ -83,6 +83,9 @@ def test_fix_lists_every_field_that_it_changes(studio: Any) -> None:
     studio.recipe.micro.value = "99999999"
     row = studio.recipe.rows["micro_batch_size"]
     assert "micro batch size 65,536" in read_message(row) and "global batch size 524,288" in read_message(row)
+    studio.recipe.micro.value = "1"
+    studio.cluster.boxes["gpus_per_node"].value = "99999999"
+    assert "Use 1,024 GPUs per node" in read_message(studio.cluster.rows["gpus_per_node"])
 
 
 def test_fix_button_replaces_an_invalid_number(studio: Any) -> None:
