@@ -226,8 +226,13 @@ def _shorten(error: FieldError) -> str:
 
 
 def format_fix_value(value: object) -> str:
+    """Return a value as a person writes it into an input: ``1,024``, ``0.001``, ``q_proj, v_proj``."""
     if is_int(value):
         return f"{value:,}"
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:,.0f}"
+    if isinstance(value, tuple | list):
+        return ", ".join(format_fix_value(each) for each in value)
     return str(getattr(value, "description", value))
 
 
