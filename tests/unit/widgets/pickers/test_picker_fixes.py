@@ -398,6 +398,10 @@ def test_fit_question_reports_a_slower_framework_as_slower() -> None:
     fit = Fit(plan=smaller, changes=("model a → b",), bytes_won=0, seconds_lost=0.0)
     words, label = write_fit_question(plan, fit) or ("", "")
     assert "No layout of any framework" in words and "model a → b" in label
+    assert "NVMe, whose size is not known" in words
+    known = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**40))
+    words, _ = write_fit_question(known, replace(fit, plan=replace(known, architecture=smaller.architecture)))
+    assert "No layout of any framework" in words and "NVMe" not in words
 
 
 def test_a_fit_on_gpus_without_known_times_does_not_claim_a_search_of_all_layouts() -> None:
