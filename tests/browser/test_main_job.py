@@ -73,6 +73,7 @@ def test_fault_26_27_48_plan_launch_stop_and_open_the_trace(lab: Lab, browser: A
 
 @thorough()
 def test_memory_is_rehearsed_and_shown_over_one_step(lab: Lab, browser: Any, offline: Any) -> None:
+    lab.restore()  # This is the README's picture: without the runs and the dark theme of the test above.
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(TIMEOUT_MS)
     offline(page)

@@ -109,6 +109,20 @@ def test_head_keeps_its_height_and_position(open_page: Callable[..., Any]) -> No
     expect(page.get_by_role("button", name="Make it fit").first).to_be_visible()
 
 
+def test_message_and_fix_of_an_input_are_not_cut(open_page: Callable[..., Any]) -> None:
+    page = open_page(1440, 900)
+    fill_input(page, "Batch", "999999999")
+    side = page.locator(".ss-side")
+    fix = side.get_by_role("button", name="global batch size")
+    expect(fix).to_be_visible()
+    column = side.bounding_box()
+    for shown in (fix, side.locator(".ss-error [role=alert]").first):
+        box = shown.bounding_box()
+        assert box["x"] + box["width"] <= column["x"] + column["width"]
+    fix.click()
+    expect(fix).to_be_hidden()
+
+
 def test_full_window_opens_and_closes(open_page: Callable[..., Any]) -> None:
     page = open_page(1024, 768)
     scroll_to_studio(page)

@@ -180,6 +180,20 @@ def test_names_of_a_roofline_are_readable(
     page.context.close()
 
 
+@pytest.mark.parametrize("width", few([700, 480, 1024], [700]))
+@pytest.mark.parametrize("name", few(["sharding", "sharding_zero_1", "roofline"], ["sharding"]))
+def test_chart_stands_still_while_its_words_change(
+    name: str, width: int, browser: Any, pages: dict[str, Path], errors: list[str]
+) -> None:
+    page = open_page(browser, pages[name], errors, width=width)
+    tops = []
+    for _ in range(int(page.get_by_role("slider", name="Step").get_attribute("max")) + 1):
+        tops.append(page.locator(".js-plotly-plot").bounding_box()["y"])
+        page.get_by_role("button", name="Next step").click()
+    assert len(tops) > 2 and len(set(tops)) == 1
+    page.context.close()
+
+
 @pytest.mark.parametrize(("name", "look"), few([(n, look) for n in VIEWS for look in LOOKS], []))
 def test_pages_in_every_look(
     name: str, look: str, browser: Any, pages: dict[str, Path], errors: list[str]

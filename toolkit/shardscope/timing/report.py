@@ -139,12 +139,13 @@ class StepReport:
 
     @cached_property
     def staged(self) -> dict[Part, float]:
-        """Seconds of local memory copies in the parts with communication, and to add up gradients.
+        """Seconds of local memory copies: of parts with communication, of added gradients, of cast weights.
 
         A part's exposed seconds are the sum of these and of its exposed communication.
         """
-        # One rank adds up the gradients of its micro-batches without any communication.
-        exposed: dict[Part, float] = dict.fromkeys((*(call.part for call in self.sent), "gradients"), 0.0)
+        # Without any communication, one rank adds up gradients of micro-batches, and autocast casts weights.
+        copying: tuple[Part, ...] = ("gradients", "gathers")
+        exposed: dict[Part, float] = dict.fromkeys((*(call.part for call in self.sent), *copying), 0.0)
         for call in self.sent:
             exposed[call.part] += call.exposed_seconds
         left = {part: self.parts[part] - seconds for part, seconds in exposed.items()}

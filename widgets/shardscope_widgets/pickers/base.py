@@ -188,13 +188,9 @@ class Picker(widgets.VBox):
         )
 
     def _label_fix(self, changes: Mapping[str, object]) -> str:
-        """Return ``Use 66``, or for several changes ``Use tp 2, pp 4``."""
+        """Return ``Use 66``, or for several changes what :func:`label_changes` returns."""
         if len(changes) > 1:
-            parts = [
-                f"{name.rpartition('.')[2].replace('_', ' ')} {format_fix_value(value)}"
-                for name, value in changes.items()
-            ]
-            return f"Use {', '.join(parts)}"
+            return label_changes(changes)
         ((name, value),) = changes.items()
         box = self.boxes.get(name.rpartition(".")[2])
         if value is None and isinstance(box, widgets.Text):
@@ -230,9 +226,27 @@ def _shorten(error: FieldError) -> str:
 
 
 def format_fix_value(value: object) -> str:
+    """Return a value as a person writes it into an input: ``1,024``, ``0.001``, ``q_proj, v_proj``."""
     if is_int(value):
         return f"{value:,}"
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:,.0f}"
+    if isinstance(value, tuple | list):
+        return ", ".join(format_fix_value(each) for each in value)
     return str(getattr(value, "description", value))
+
+
+UNITS = {"num_nodes": "nodes", "gpus_per_node": "GPUs per node"}
+
+
+def label_changes(changes: Mapping[str, object]) -> str:
+    """Return the label of a button that applies them, such as ``Use 2 nodes, global batch size 8``."""
+    parts = []
+    for name, value in changes.items():
+        field, shown = name.rpartition(".")[2], format_fix_value(value)
+        unit = UNITS.get(field)
+        parts.append(f"{shown} {unit}" if unit else f"{field.replace('_', ' ')} {shown}")
+    return f"Use {', '.join(parts)}"
 
 
 class Nothing:

@@ -106,11 +106,17 @@ def describe_figures(plan: ss.Plan) -> str:
 
 
 def describe_tightness(plan: ss.Plan, alternatives: tuple[Alternative, ...]) -> str:
-    """Return why the recommended ``plan`` is tight, and what to do; empty if it is not tight."""
+    """Return why the recommended ``plan`` is tight, and what to do, or what it needs of unknown memory.
+
+    Empty if it fits with room.
+    """
     report = plan.memory()
+    verdict = assess_plan(plan, report)
+    if verdict.state == "unknown":
+        return verdict.reason
     if report.verdict != "tight":
         return ""
-    warning = assess_plan(plan, report).reason
+    warning = verdict.reason
     # The same rule as for the advice: a plan with room is worth less than a third more time.
     seconds = _predict_seconds(plan)
     for alternative in alternatives:

@@ -67,6 +67,8 @@ TRAINING_PANELS = (
     Panel(metric="learning_rate", title="learning rate", exponents="e"),
 )
 """Metrics logged by every task that trains the plan."""
+SCRIPT_PANEL = Panel(metric="seconds_per_step", title="step time, s", from_zero=True, is_bounded=True)
+"""Metric logged for an Accelerate script, between two of its optimizer steps."""
 VALIDATION_PANEL = Panel(metric="validation_loss", title="validation loss", decimals=3)
 """Chart next to the loss, for a task with validation data."""
 PREFERENCE_PANELS = (
@@ -84,7 +86,7 @@ MAX_OWN = 3
 """Maximum charts of metrics named by a user's function, in order of appearance."""
 MAX_NAMES = 64
 """Maximum metrics read, in case a task logs a new name at every step."""
-SLOTS = len(TRAINING_PANELS) + 1 + len(PREFERENCE_PANELS) + len(GPU_PANELS) + MAX_OWN
+SLOTS = len(TRAINING_PANELS) + 2 + len(PREFERENCE_PANELS) + len(GPU_PANELS) + MAX_OWN
 NOT_DRAWN = frozenset({
     *("step", "rank", "time", "memory_bytes", "rss_bytes", "tokens_per_second_all_ranks"),
     *("chosen_reward", "rejected_reward", "validation_chosen_reward", "validation_rejected_reward"),
@@ -97,6 +99,7 @@ _KNOWN = {
         TRAINING_PANELS[0],
         VALIDATION_PANEL,
         *TRAINING_PANELS[1:],
+        SCRIPT_PANEL,
         *PREFERENCE_PANELS,
         *GPU_PANELS,
     )

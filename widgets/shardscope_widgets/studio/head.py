@@ -216,6 +216,9 @@ def write_fit_question(plan: ss.Plan, fit: Fit) -> tuple[str, str] | None:
     ):
         devices = count_devices(plan.cluster)
         notice = f"No layout of any framework fits this model and training on {devices}."
+        # The advice may have one that offloads to NVMe, on the condition that there is enough.
+        if plan.cluster.nvme_bytes is None and plan.cluster.gpu.name != "cpu":
+            notice = f"{notice[:-1]} without offload to NVMe, whose size is not known."
         # A search needs the times of plans: without them only changes of this layout were tried.
         unknown = explain_missing_time(plan)
         if unknown:

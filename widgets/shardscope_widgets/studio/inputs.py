@@ -19,9 +19,8 @@ from shardscope_widgets.pickers import (
     RunOptions,
     TaskPicker,
 )
-from shardscope_widgets.pickers.base import Picker, format_fix_value
+from shardscope_widgets.pickers.base import Picker
 
-CLUSTER_UNITS = {"num_nodes": "nodes", "gpus_per_node": "GPUs per node"}
 MAX_FIXES = 4
 """Maximum number of fixes applied in sequence."""
 
@@ -161,13 +160,3 @@ class StudioInputs:
     @property
     def _nouns(self) -> tuple[Architecture, Cluster, Recipe]:
         return self.architecture.value, self.cluster.value, self.recipe.value
-
-
-def label_cluster_fix(changes: Mapping[str, object]) -> str:
-    """Return the label of a button: ``Use 2 nodes``, or ``Use 2 nodes, global batch size 8``."""
-    parts = []
-    for name, value in changes.items():
-        field, shown = name.rpartition(".")[2], format_fix_value(value)
-        unit = CLUSTER_UNITS.get(field)
-        parts.append(f"{shown} {unit}" if unit else f"{field.replace('_', ' ')} {shown}")
-    return f"Use {', '.join(parts)}"

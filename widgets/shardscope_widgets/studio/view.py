@@ -39,6 +39,7 @@ from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.fit_search import FitSearch
 from shardscope_widgets.memory.view import MemoryView
+from shardscope_widgets.pickers.base import label_changes
 from shardscope_widgets.pickers.cluster import ANYWHERE
 from shardscope_widgets.pickers.open_plan import OpenPlan
 from shardscope_widgets.plans.page import PlansPage
@@ -49,7 +50,7 @@ from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio.check_results import CheckResults
 from shardscope_widgets.studio.fine_tune import FINE_TUNE, FineTuneTab
 from shardscope_widgets.studio.head import Head
-from shardscope_widgets.studio.inputs import StudioInputs, label_cluster_fix
+from shardscope_widgets.studio.inputs import StudioInputs
 from shardscope_widgets.studio.plan_changes import PlanChanges
 from shardscope_widgets.studio.queue_search import QueueSearch
 from shardscope_widgets.studio.run_events import MeasuredRun, RunEvents
@@ -517,7 +518,7 @@ class Studio(View):
         actions = {"Launch anyway": retry} if retry else {}
         changes = self._inputs.find_cluster_changes(error) if isinstance(error, FieldError) else {}
         if changes:
-            actions[label_cluster_fix(changes)] = lambda: self._apply_fix(changes)
+            actions[label_changes(changes)] = lambda: self._apply_fix(changes)
         self.notice.show_message(str(error) or type(error).__name__, actions, is_error=True)
 
     def _use_ended_run(self, measured: MeasuredRun | None) -> None:

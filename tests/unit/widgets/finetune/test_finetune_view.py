@@ -167,6 +167,16 @@ def test_all_settings_reach_plan_and_task(files: Path) -> None:
         settings.boxes[name].value = before
     settings.boxes["lora_rank"].value = "big"
     assert wait_until(lambda: "Use 16<" in settings.rows["lora_rank"].children[-1].value), "not 16.0"
+    settings.boxes["lora_rank"].value = ""
+    for name, wrong, fix in (
+        ("learning_rate", "1e99", "Use 10<"),
+        ("num_epochs", "1e99", "Use 1,000,000<"),
+        ("lora_targets", "7", "Use q_proj, v_proj<"),
+    ):
+        settings.boxes[name].value = wrong
+        row = settings.rows[name]
+        assert wait_until(lambda row=row, fix=fix: fix in row.children[-1].value), row.children[-1].value
+        settings.boxes[name].value = ""
     view.close()
 
 

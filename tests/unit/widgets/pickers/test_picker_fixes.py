@@ -83,6 +83,9 @@ def test_fix_lists_every_field_that_it_changes(studio: Any) -> None:
     studio.recipe.micro.value = "99999999"
     row = studio.recipe.rows["micro_batch_size"]
     assert "micro batch size 65,536" in read_message(row) and "global batch size 524,288" in read_message(row)
+    studio.recipe.micro.value = "1"
+    studio.cluster.boxes["gpus_per_node"].value = "99999999"
+    assert "Use 1,024 GPUs per node" in read_message(studio.cluster.rows["gpus_per_node"])
 
 
 def test_fix_button_replaces_an_invalid_number(studio: Any) -> None:
@@ -395,6 +398,10 @@ def test_fit_question_reports_a_slower_framework_as_slower() -> None:
     fit = Fit(plan=smaller, changes=("model a → b",), bytes_won=0, seconds_lost=0.0)
     words, label = write_fit_question(plan, fit) or ("", "")
     assert "No layout of any framework" in words and "model a → b" in label
+    assert "NVMe, whose size is not known" in words
+    known = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**40))
+    words, _ = write_fit_question(known, replace(fit, plan=replace(known, architecture=smaller.architecture)))
+    assert "No layout of any framework" in words and "NVMe" not in words
 
 
 def test_a_fit_on_gpus_without_known_times_does_not_claim_a_search_of_all_layouts() -> None:

@@ -211,6 +211,12 @@ def test_a_tight_recommendation_is_named_tight_with_what_to_do() -> None:
     assert "ss-tight" not in AdviceView(build_advice()).words.value
 
 
+def test_a_recommendation_names_the_memory_that_is_not_known() -> None:
+    cluster, model = ss.Cluster.parse("8xh100-sxm-80gb"), ss.models["llama-3.1-405b"]
+    shown = strip_tags(AdviceView(ss.recommend(model, cluster, ss.Recipe())).words.value)
+    assert "Needs 6,048 GiB on NVMe on each node" in shown
+
+
 def test_buttons_of_alternatives_are_named_by_their_lines() -> None:
     """Screen readers said "Apply FSDP2" of compiled modules, with FSDP2 as the current plan."""
     compiled = build_plan(kernels="compiled")

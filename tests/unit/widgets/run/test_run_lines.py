@@ -67,6 +67,7 @@ def test_known_metrics_come_before_user_metrics() -> None:
     names = ["accuracy", "power_watts", "rss_bytes", "loss", "a", "b", "c", "step"]
     assert [panel.metric for panel in list_panels(names)] == ["loss", "power_watts", "accuracy", "a", "b"]
     assert len(list_panels([panel.metric for panel in (*TRAINING_PANELS, *GPU_PANELS)])) == 9
+    assert [panel.title for panel in list_panels(["seconds_per_step"])] == ["step time, s"]
     names = ["validation_perplexity", "grad_norm", "validation_loss", "loss"]
     assert [panel.metric for panel in list_panels(names)] == ["loss", "validation_loss", "grad_norm"]
 

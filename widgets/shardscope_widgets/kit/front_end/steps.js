@@ -82,6 +82,7 @@ function renderSteps({ model, el }) {
   const words = document.createElement("p");
   words.className = "ss-step-words";
   words.setAttribute("aria-live", "polite");
+  const caption = document.createElement("span");
   const bar = document.createElement("div");
   bar.className = "ss-steps";
   bar.setAttribute("role", "group");
@@ -90,6 +91,17 @@ function renderSteps({ model, el }) {
   const chart = document.createElement("div");
   el.classList.add("ss-stepped");
   el.append(bar, words, chart);
+
+  /** Keep the room of the tallest caption, so that the chart stands still at every width. */
+  function keepRoom() {
+    // Which of the longest is the tallest depends on where the lines break. The style sheet shows none of them.
+    const longest = model.get("_frames").map((frame) => frame.words).sort((a, b) => b.length - a.length).slice(0, 8);
+    words.replaceChildren(caption, ...longest.map((text) => {
+      const room = document.createElement("i");
+      room.dataset.text = text;
+      return room;
+    }));
+  }
 
   function update() {
     const step = model.get("step");
@@ -102,7 +114,7 @@ function renderSteps({ model, el }) {
     place.textContent = `${step + 1} of ${number}`;
     // The slider says its step itself, and nobody can listen as fast as they are played.
     words.setAttribute("aria-live", timer || document.activeElement === slider ? "off" : "polite");
-    words.textContent = said;
+    caption.textContent = said;
     const action = timer ? "Pause" : "Play";
     play.textContent = action;
     play.setAttribute("aria-label", action);
@@ -121,11 +133,14 @@ function renderSteps({ model, el }) {
   }, { signal: ended.signal });
 
   const close = chartWidget.render({ model: stepped, el: chart });
+  model.on("change:_frames", keepRoom);
   model.on("change:step change:_frames", update);
+  keepRoom();
   update();
   return () => {
     clearInterval(timer);
     ended.abort();
+    model.off("change:_frames", keepRoom);
     model.off("change:step change:_frames", update);
     close();
   };
