@@ -172,6 +172,13 @@ FAMILIES |= {
     "nemotron": {"head_dim": 32, **PLAIN},
     "seed_oss": {"head_dim": 32, "attention_bias": True},
     "smollm3": {"head_dim": 32, "tie_word_embeddings": True},
+    "ministral3": {"head_dim": 32, "tie_word_embeddings": True},
+    "glm4_moe_lite": {
+        "head_dim": 16,
+        "num_key_value_heads": 6,
+        "latent_attention": replace(LATENT, v_head_dim=48),
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=96),
+    },
     "olmo3": {"head_dim": 28, "qk_norm": True},
     "olmo3 in windows": {"head_dim": 28, "qk_norm": True, **WINDOW},
 }
