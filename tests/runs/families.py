@@ -186,6 +186,8 @@ ALL_WINDOWS = ("mistral", "phi3", "gemma3_text", "starcoder2", "olmo3")
 """Families of which every layer here has the window; the others' every other layer."""
 NARROW_VALUES = {"deepseek_v3", "deepseek_v2", "deepseek_v2 with whole queries"}
 """DeepSeek's values are narrower than its keys, for which a CPU rank has no fused attention."""
+SCALES_QUERIES = {"ministral3"}
+"""Families whose layers also save a scale of queries: one number per position, which no formula counts."""
 
 
 def architecture(family: str, num_layers: int) -> Architecture:
