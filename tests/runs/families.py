@@ -172,6 +172,13 @@ FAMILIES |= {
     "nemotron": {"head_dim": 32, **PLAIN},
     "seed_oss": {"head_dim": 32, "attention_bias": True},
     "smollm3": {"head_dim": 32, "tie_word_embeddings": True},
+    "ministral3": {"head_dim": 32, "tie_word_embeddings": True},
+    "glm4_moe_lite": {
+        "head_dim": 16,
+        "num_key_value_heads": 6,
+        "latent_attention": replace(LATENT, v_head_dim=48),
+        "mixture_of_experts": replace(MOE, num_experts=24, shared_expert_intermediate_size=96),
+    },
     "olmo3": {"head_dim": 28, "qk_norm": True},
     "olmo3 in windows": {"head_dim": 28, "qk_norm": True, **WINDOW},
 }
@@ -179,6 +186,8 @@ ALL_WINDOWS = ("mistral", "phi3", "gemma3_text", "starcoder2", "olmo3")
 """Families of which every layer here has the window; the others' every other layer."""
 NARROW_VALUES = {"deepseek_v3", "deepseek_v2", "deepseek_v2 with whole queries"}
 """DeepSeek's values are narrower than its keys, for which a CPU rank has no fused attention."""
+SCALES_QUERIES = {"ministral3"}
+"""Families whose layers also save a scale of queries: one number per position, which no formula counts."""
 
 
 def architecture(family: str, num_layers: int) -> Architecture:

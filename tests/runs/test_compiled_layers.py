@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import architecture
+from families import SCALES_QUERIES, architecture
 from functorch.compile import make_boxed_func
 from tests.requirements import few, thorough
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardscope.core.architecture import Architecture
+from shardscope.core.precision import FP32
 from shardscope.core.recipe import Recipe
 from shardscope.memory.activations.forward import list_saved_tensors
 from shardscope.memory.activations.modules.compiled_layers import COMPILED_FAMILIES
@@ -157,9 +158,9 @@ def count_listed_bytes(arch: Architecture, here: Modules) -> int:
 )
 def test_a_compiled_layer_saves_the_listed_tensors(family: str, mode: str) -> None:
     arch = make_model(family)
-    assert kept_bytes(forward_graphs(arch, mode, FULL, True)[-1]) == count_listed_bytes(
-        arch, make_modules(arch, mode, FULL)
-    )
+    listed = count_listed_bytes(arch, make_modules(arch, mode, FULL))
+    scale = TOKENS * FP32 if family in SCALES_QUERIES else 0
+    assert 0 <= kept_bytes(forward_graphs(arch, mode, FULL, True)[-1]) - listed <= scale
 
 
 @pytest.mark.parametrize("mode", few(["bf16", "autocast"], []))

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import FAMILIES, NARROW_VALUES, architecture
+from families import FAMILIES, NARROW_VALUES, SCALES_QUERIES, architecture
 from tests.requirements import few, needs, sample, skip_from_torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardscope.core.architecture import MODEL_TYPES, Architecture
+from shardscope.core.precision import FP32
 from shardscope.core.recipe import Recipe
 from shardscope.families.registry import find_family, list_families_with
 from shardscope.memory.activations.forward import (
@@ -177,7 +178,7 @@ TURNS = [(family, MODES[turn % 3]) for turn, family in enumerate(FAMILIES)]
 """Every family in one mode."""
 PLAIN = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss"),
-    *("smollm3", "olmo3", "olmo3 in windows"),
+    *("smollm3", "olmo3", "olmo3 in windows", "ministral3"),
 )
 ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = (("q_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))
@@ -218,7 +219,8 @@ def test_a_layer_with_dora_saves_the_listed_tensors(
     predicted = make_modules(arch, mode, recipe)
     measured = assert_saves(family, mode, recipe, list_saved_tensors(arch, False, predicted))
     casts = compute_weight_casts(arch, False, predicted)
-    assert measured.constant == casts + compute_dora_vectors(arch, predicted, "none")
+    scale = predicted.seq_len * FP32 if family in SCALES_QUERIES else 0
+    assert 0 <= measured.constant - casts - compute_dora_vectors(arch, predicted, "none") <= scale
 
 
 @sample(6)
@@ -328,7 +330,7 @@ def test_a_mask_of_documents_is_no_tensor_of_a_layer(family: str, mode: str, rec
     modules = make_modules(arch, mode, recipe)
     measured = one_layer(family, mode, recipe)
     of_a_layer = compute_layer_activations(arch, is_moe(family), modules, recipe.recompute, 1, 1)
-    assert measured.per_token == of_a_layer.saved
+    assert 0 <= measured.per_token - of_a_layer.saved <= (FP32 if family in SCALES_QUERIES else 0)
 
 
 @sample(3)

@@ -23,6 +23,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
     "seed_oss": {"attention_bias": True},
     "smollm3": {"tie_word_embeddings": True, "num_hidden_layers": 4},
+    "ministral3": {"tie_word_embeddings": True},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {
         "tie_word_embeddings": True,

@@ -124,19 +124,21 @@ def test_catalog_models_have_the_parameters_of_transformers(name: str) -> None:
         ("starcoder2-15b", 15_957_889_024),
         ("glm-4-9b", 9_399_951_360),
         ("glm-4.5-air", 106_852_245_504),
+        ("glm-4.7-flash", 29_943_390_976),
+        ("ministral-3-3b", 3_429_006_336),
     ],
 )
 def test_parameter_counts_equal_the_published_ones(name: str, published: int) -> None:
     assert models[name].num_parameters == published
 
 
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 QWEN_MOE = ("qwen2_moe", "qwen3_moe")
 WITH_SHARED = ("glm4_moe", *LATENT)
 WITH_EXPERTS = ("mixtral", "gpt_oss", *QWEN_MOE, *WITH_SHARED)
 BIASED = (
     *("gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "olmo3", "glm", "glm4", "glm4_moe"),
-    *("qwen3", "qwen3_moe", "deepseek_v3"),
+    *("qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_lite"),
 )
 WITH_MLP_BIAS = ("llama", "granite", "nemotron", "deepseek_v2", "seed_oss", "smollm3")
 WITHOUT_HEAD_DIM = (*LATENT, "gpt_neox", "falcon", "phi")
@@ -162,6 +164,10 @@ KEYS: dict[str, tuple[st.SearchStrategy[Any], tuple[str, ...]]] = {
     "shared_expert_intermediate_size": (WIDTH, ("qwen2_moe",)),
     "n_shared_experts": (st.integers(1, 3), WITH_SHARED),
     "first_k_dense_replace": (st.integers(0, 5), WITH_SHARED),
+    "mlp_layer_types": (
+        st.none() | st.lists(st.sampled_from(["dense", "sparse"]), min_size=4, max_size=5),
+        ("glm4_moe_lite",),
+    ),
     "decoder_sparse_step": (st.integers(1, 3), QWEN_MOE),
     "mlp_only_layers": (st.lists(st.integers(0, 3), unique=True), QWEN_MOE),
     "n_group": (st.just(1), WITH_SHARED),
@@ -186,13 +192,14 @@ ALIASES = {
     "deepseek_v2": {"n_routed_experts": "num_experts"},
     "deepseek_v3": {"n_routed_experts": "num_local_experts"},
     "glm4_moe": {"n_routed_experts": "num_local_experts"},
+    "glm4_moe_lite": {"n_routed_experts": "num_local_experts"},
     "falcon": {"hidden_size": "n_embed"},
 }
 """Other names of keys, which transformers reads too."""
 CHANGES_NO_SHAPE = {
     *("max_position_embeddings", "sliding_window", "layer_types", "max_window_layers"),
     *("sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"),
-    *("use_bidirectional_attention", "add_cross_attention"),
+    *("use_bidirectional_attention", "add_cross_attention", "rope_parameters", "rope_scaling"),
 }
 """Keys that adapters read, and that no configuration here has: no shape depends on their values."""
 
@@ -510,6 +517,46 @@ def test_windows_of_smollm3_are_in_the_layers_without_rotary_embedding() -> None
         assert Architecture.from_hf(sizes).sliding_window_layers == kinds.count("sliding_attention"), keys
     with pytest.raises(ValueError, match="no_rope_layer_interval is 0"):
         Architecture.from_hf({**sizes, **window, "layer_types": None, "no_rope_layer_interval": 0})
+
+
+def test_ministral3_without_its_scale_of_queries_raises_with_the_missing_key() -> None:
+    """Its attention multiplies by both numbers, and has defaults only without any rotary settings."""
+    sizes = {**LLAMA, "model_type": "ministral3", "num_key_value_heads": 4}
+    rotary = {"rope_type": "default", "rope_theta": 1e4}
+    for settings_, missing in (
+        (rotary, "llama_4_scaling_beta"),
+        ({**rotary, "llama_4_scaling_beta": 0.1}, "original_max_position_embeddings"),
+    ):
+        with pytest.raises(ValueError, match=rf"rope_parameters\.{missing} is None.*add '{missing}'"):
+            Architecture.from_hf({**sizes, "rope_parameters": settings_})
+    full = {**rotary, "llama_4_scaling_beta": 0.0, "original_max_position_embeddings": 262_144}
+    complete = {**sizes, "rope_parameters": full}
+    assert Architecture.from_hf(complete) == Architecture.from_hf(sizes)
+    torch, transformers = needs("torch"), needs("transformers", minversion="5.0")
+    config = transformers.AutoConfig.for_model(**complete, head_dim=16, pad_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 100)
+
+
+def test_windows_of_ministral3_are_in_all_layers() -> None:
+    """Ministral3Model has one mask for all layers, whatever ``layer_types`` the file has."""
+    types = ["full_attention", "sliding_attention"]
+    sizes = {**LLAMA, "model_type": "ministral3", "num_key_value_heads": 4, "layer_types": types}
+    assert Architecture.from_hf(sizes).sliding_window_layers == 0
+    assert Architecture.from_hf({**sizes, "sliding_window": 8}).sliding_window_layers == 2
+
+
+def test_layers_with_experts_of_glm4_moe_lite_are_those_of_its_list() -> None:
+    def find_moe_layers(**keys: object) -> list[bool]:
+        sizes = {**LLAMA, "model_type": "glm4_moe_lite", "num_hidden_layers": 3, **keys}
+        return [Architecture.from_hf(sizes).is_moe_layer(index) for index in range(3)]
+
+    assert find_moe_layers() == find_moe_layers(first_k_dense_replace=2) == [False, True, True]
+    kinds = ["sparse", "dense", "sparse"]
+    assert find_moe_layers(mlp_layer_types=kinds) == [True, False, True]
+    for bad in (kinds[:2], ["sparse", "moe", "sparse"], "sparse"):
+        with pytest.raises(ValueError, match=r"mlp_layer_types is .*each of num_hidden_layers=3"):
+            find_moe_layers(mlp_layer_types=bad)
 
 
 # -------------------------------------------------------------------------------------------- files

@@ -17,7 +17,7 @@ def _read_deepseek_v2(config: HfConfig) -> Fields:
     top_k = config.read_size("num_experts_per_tok", limit="num_experts")
     # Defaults: transformers 5.24, configuration_deepseek_v2.py.
     experts = _read_num_experts(config, "num_experts", default=64)
-    return _add_layer_parts(config, fields, experts=experts, top_k=top_k, inner=1_407, shared=2, dense=0)
+    return add_layer_parts(config, fields, experts=experts, top_k=top_k, inner=1_407, shared=2, dense=0)
 
 
 def _read_deepseek_v3(config: HfConfig) -> Fields:
@@ -26,7 +26,7 @@ def _read_deepseek_v3(config: HfConfig) -> Fields:
     top_k = config.read_size("num_experts_per_tok", limit="num_experts", default=8)
     # Defaults: transformers 5.24, configuration_deepseek_v3.py.
     experts = _read_num_experts(config, "num_local_experts", default=256)
-    return _add_layer_parts(config, fields, experts=experts, top_k=top_k, inner=2_048, shared=1, dense=3)
+    return add_layer_parts(config, fields, experts=experts, top_k=top_k, inner=2_048, shared=1, dense=3)
 
 
 def _read_num_experts(config: HfConfig, alias: str, *, default: int) -> int:
@@ -34,14 +34,23 @@ def _read_num_experts(config: HfConfig, alias: str, *, default: int) -> int:
     return config.read_size("n_routed_experts", alias, limit="num_experts", default=default)
 
 
-def _add_layer_parts(
-    config: HfConfig, fields: Fields, *, experts: int, top_k: int, inner: int, shared: int, dense: int
+def add_layer_parts(
+    config: HfConfig,
+    fields: Fields,
+    *,
+    experts: int,
+    top_k: int,
+    inner: int,
+    shared: int,
+    dense: int,
+    latent_widths: tuple[int, int, int] = (1_536, 128, 128),
 ) -> Fields:
     """Add latent attention and experts.
 
-    ``inner``, ``shared`` and ``dense`` are the family's defaults: inner width of an expert, shared experts,
-    and first layers without experts.
+    The numbers are the family's defaults: ``inner`` width of an expert, ``shared`` experts, first layers
+    without experts (``dense``), and the rank of queries with a head's widths without rotation and of values.
     """
+    query_rank, plain_head_dim, value_head_dim = latent_widths
     inner = config.read_size("moe_intermediate_size", limit="moe_intermediate_size", default=inner)
     shared = check_integer(
         "config.json n_shared_experts", config.get("n_shared_experts", default=shared), low=0, high=1_024
@@ -49,11 +58,11 @@ def _add_layer_parts(
     rope_head_dim = config.read_size("qk_rope_head_dim", limit="head_dim", default=64)
     latent_attention = {
         # data.get instead of get: null means that queries are not compressed (V2-Lite).
-        "q_lora_rank": config.data.get("q_lora_rank", 1_536),
+        "q_lora_rank": config.data.get("q_lora_rank", query_rank),
         "kv_lora_rank": config.get("kv_lora_rank", default=512),
-        "qk_nope_head_dim": config.get("qk_nope_head_dim", default=128),
+        "qk_nope_head_dim": config.get("qk_nope_head_dim", default=plain_head_dim),
         "qk_rope_head_dim": rope_head_dim,
-        "v_head_dim": config.get("v_head_dim", default=128),
+        "v_head_dim": config.get("v_head_dim", default=value_head_dim),
     }
     first = config.get("first_k_dense_replace", default=dense)
     if isinstance(first, int) and not isinstance(first, bool):

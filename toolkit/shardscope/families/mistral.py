@@ -1,7 +1,10 @@
-"""Mistral and Mixtral."""
+"""Mistral, Mixtral and Ministral 3."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from shardscope.core.errors import refuse
 from shardscope.families.common import Fields, HfConfig, read_sizes, read_window
 from shardscope.families.family import LLAMA_SUPPORT, Family, FileNames
 
@@ -22,6 +25,37 @@ def _read_mixtral(config: HfConfig) -> Fields:
     }
     # Unlike Mistral's, the window is off unless the file has one (configuration_mixtral.py).
     return read_window(config, fields, default=None, layers=lambda total: total)
+
+
+def _read_ministral3(config: HfConfig) -> Fields:
+    """Read Ministral3Config: Mistral's layers, whose queries are scaled by their position.
+
+    A missing ``head_dim`` is 128; null divides hidden_size by the heads.
+    """
+    fields = read_sizes(config, kv_heads=8, positions=262_144)
+    if "head_dim" not in config.data:
+        fields["head_dim"] = 128
+    _check_query_scale(config, fields["max_position_embeddings"])
+    # The mask has a window in every layer or in none, whatever ``layer_types`` of the file are
+    # (transformers 5.24, modeling_ministral3.py, Ministral3Model.forward).
+    without_types = HfConfig({key: value for key, value in config.data.items() if key != "layer_types"})
+    return read_window(without_types, fields, default=None, layers=lambda total: total)
+
+
+def _check_query_scale(config: HfConfig, positions: int) -> None:
+    """Raise ``ValueError`` for rotary settings without the scale of queries, which fails in the forward.
+
+    Ministral3Attention multiplies by 1 + llama_4_scaling_beta x log(1 + position //
+    original_max_position_embeddings), and has defaults for both only if the file has no rotary settings.
+    """
+    rotary = config.get("rope_parameters", "rope_scaling")
+    if not isinstance(rotary, Mapping):
+        return
+    for key, neutral in (("llama_4_scaling_beta", 0.0), ("original_max_position_embeddings", positions)):
+        if rotary.get(key) is None:
+            allowed = "a number, by which Ministral 3 scales queries"
+            fix = f"add {key!r}: {neutral}, with which queries are not scaled"
+            refuse(f"config.json rope_parameters.{key}", None, allowed, fix)
 
 
 MISTRAL = Family(
@@ -46,3 +80,11 @@ MIXTRAL = Family(
     # deepspeed 0.19.8, runtime/zero/leaf_module_config.py, DEFAULT_LEAF_MODULE_CLASSES.
     is_zero3_leaf=True,
 )  # fmt: skip
+
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    read=_read_ministral3,
+    supports=LLAMA_SUPPORT - {"megatron_weights", "megatron_script", "liger_kernels"},
+    may_have_experts=False,
+    unlike_megatron_core="queries scaled by position",
+)

@@ -10,10 +10,10 @@ from shardscope.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from shardscope.families.falcon import FALCON, STARCODER2
 from shardscope.families.family import Family, Support
 from shardscope.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
-from shardscope.families.glm import GLM, GLM4, GLM4_MOE
+from shardscope.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from shardscope.families.gpt import GPT2, GPT_NEOX, GPT_OSS
 from shardscope.families.llama import GRANITE, LLAMA, NEMOTRON, OLMO2, OLMO3, SEED_OSS, SMOLLM3
-from shardscope.families.mistral import MISTRAL, MIXTRAL
+from shardscope.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from shardscope.families.phi import PHI, PHI3
 from shardscope.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
@@ -25,7 +25,8 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, PHI3, DEEPSEEK_V3, GPT2,
         QWEN2_MOE, GEMMA, GEMMA3_TEXT, PHI, DEEPSEEK_V2, GPT_NEOX, GPT_OSS, OLMO2, GRANITE, GLM, GLM4,
-        FALCON, STARCODER2, NEMOTRON, SEED_OSS, SMOLLM3, OLMO3, GLM4_MOE,
+        FALCON, STARCODER2, NEMOTRON, SEED_OSS, SMOLLM3, OLMO3, GLM4_MOE, MINISTRAL3,
+        GLM4_MOE_LITE,
     )
 }  # fmt: skip
 """Every family whose layers are known exactly, by ``model_type``."""

@@ -15,6 +15,8 @@ from shardscope_widgets.kit.display_names import name_model
         ("smollm3-3b", "SmolLM3 3B"),
         ("olmo-3-7b", "OLMo 3 7B"),
         ("glm-4.5-air", "GLM 4.5 Air"),
+        ("glm-4.7-flash", "GLM 4.7 Flash"),
+        ("ministral-3-8b", "Ministral 3 8B"),
         ("starcoder2-7b", "StarCoder2 7B"),
         ("gpt-neox-20b", "GPT NeoX 20B"),
     ],
