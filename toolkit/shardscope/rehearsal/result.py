@@ -145,7 +145,8 @@ def _predict_overheads(plan: Plan, stages: list[int]) -> dict[int, _Overheads]:
 
     # Communicators do not depend on the layers' structure.
     if isinstance(plan.architecture, UnknownFamily):
-        plan = replace(plan, architecture=plan.architecture.llama_of_same_sizes)
+        recipe = replace(plan.recipe, lora_targets=None)  # a Llama lacks some projections
+        plan = replace(plan, architecture=plan.architecture.llama_of_same_sizes, recipe=recipe)
     model, gpu = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu
     shapes, runtime = model.find_shapes(plan), overheads.estimate_runtime(gpu.vendor, gpu.architecture)
     by_number = {}
