@@ -79,7 +79,7 @@ def find_stored_tensors(arch: UnknownFamily, stored: Collection[str]) -> dict[st
 
 
 def is_ignored(arch: UnknownFamily, stored: str) -> bool:
-    """Return whether transformers ignores a stored tensor, or has read it by another name of a tied weight."""
+    """Return whether transformers ignores a stored tensor, or has another name of a tied weight."""
     model = _build_model(arch)
     name, _ = model.rename(stored)
     return name in model.shapes or any(re.search(pattern, name) for pattern in model.ignored)
