@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +111,20 @@ def test_adapters_of_a_config_without_formulas_are_checked() -> None:
     recipe = ss.Recipe(method="lora", lora_targets=("in_proj_qvk",), global_batch_size=2)
     with pytest.raises(ValueError, match=r"projections of .*lora_targets=\('in_proj_qkv',\)"):
         ss.Plan(arch, ss.Cluster.parse("2xh100-sxm-80gb"), recipe, ss.Layout.ddp())
+
+
+@thorough()
+def test_installed_kernels_of_linear_attention_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would call them on fake tensors; the report says which code ran instead."""
+    package = tmp_path / "fla" / "ops" / "gated_delta_rule"
+    package.mkdir(parents=True)
+    kernels = "def chunk_gated_delta_rule(*args, **kwargs):\n    raise RuntimeError('a Triton kernel')\n"
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").write_text(kernels)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arch = ss.Architecture.from_hf(HYBRID, rehearse_only=True)
+    recipe = ss.Recipe(seq_len=64, global_batch_size=2)
+    report = ss.Plan(arch, ss.Cluster.parse("2xh100-sxm-80gb"), recipe, ss.Layout.ddp()).rehearse()
+    assert "flash-linear-attention" in report.explain("activations")

@@ -41,8 +41,8 @@ the same function in one kernel."""
 RUN_MODELS = ("export", "merged")
 """Folders of a run with its model."""
 _WITHOUT_FORMULAS = (
-    "from_hf(config, rehearse_only=True), with which plan.rehearse() counts the memory, and DDP, FSDP2 and "
-    "DeepSpeed train, any causal language model of transformers that has attention heads; nothing is predicted"
+    "from_hf(config, rehearse_only=True): nothing is predicted, but plan.rehearse() counts the memory of any "
+    "causal language model of transformers that has attention heads, and DDP, FSDP2 and DeepSpeed train it"
 )
 """Suggested fix for a ``model_type`` without formulas."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -187,9 +187,10 @@ def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
     if part := _find_text_part(data):
         key, model_type = part
         condition = ", rehearse_only=True), if transformers has a causal language model of that model_type"
-        fix = f"its language model alone, from_hf(config[{key!r}]{')' if model_type in FAMILIES else condition}"
+        fix = f"its language model alone, from_hf(config[{key!r}]"
+        fix += ")" if model_type in FAMILIES else condition
         if model_type not in FAMILIES and _is_built_by_transformers(family):
-            fix = f"its language model alone: {_WITHOUT_FORMULAS}"
+            fix = f"its language model alone by {_WITHOUT_FORMULAS}"
         refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
     if same := _find_family_of_class(data):
         fix = f"from_hf({{**config, 'model_type': {same!r}}}), whose class its architectures name"
