@@ -41,6 +41,16 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
     | {"vocab_size": 2048, "initializer_range": 0.1},
+    # Without formulas: three layers of gated delta rule, and one of full attention.
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        **SIZES,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [2, 1, 1]},
+    },
 }
 HALF = ("tied",)
 """Stored in bf16."""
@@ -83,7 +93,7 @@ def train_alone(folder: Path) -> list[float]:
 
 def make_plan(folder: Path, layout: Any, **recipe: Any) -> Plan:
     fields = {"micro_batch_size": 1, "global_batch_size": ROWS, "seq_len": SEQ_LEN, "precision": "fp32"}
-    arch = Architecture.from_hf(folder)
+    arch = Architecture.from_hf(folder, rehearse_only=True)
     return Plan(arch, Cluster.parse("2xcpu"), Recipe(**{**fields, **recipe}), layout)
 
 

@@ -389,6 +389,14 @@ def test_a_family_of_another_name_is_found_by_its_class() -> None:
         Architecture.from_hf(config)
 
 
+def test_multimodal_config_that_transformers_reads_whole_needs_no_part_of_it() -> None:
+    needs("transformers")
+    config = {"model_type": "qwen3_5", "text_config": {**LLAMA, "model_type": "qwen3_5_text"}}
+    with pytest.raises(ValueError, match=r"Nearest fix: its language model alone.*from_hf\(config, rehearse"):
+        Architecture.from_hf(config)
+    assert Architecture.from_hf(config, rehearse_only=True).hidden_size == LLAMA["hidden_size"]
+
+
 def test_multimodal_config_raises_with_text_config_as_fix() -> None:
     with pytest.raises(ValueError, match=r"wrapper.*from_hf\(config\['text_config'\]\)"):
         Architecture.from_hf({"model_type": "llava", "text_config": LLAMA})
@@ -397,9 +405,19 @@ def test_multimodal_config_raises_with_text_config_as_fix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "similar"), [("llama4_text", "llama"), ("Llama", "llama"), ("mamba", None), ("pixtral", None)]
+    ("bad", "similar"),
+    [
+        ("llama9", "llama"),
+        ("Llama", "llama"),
+        ("mamba", None),
+        ("pixtral", None),
+        # transformers has classes of their own for these: their layers are not the same.
+        ("llama4_text", None),
+        ("qwen3_5_text", None),
+    ],
 )
 def test_only_related_families_are_suggested(bad: str, similar: str | None) -> None:
+    needs("transformers")
     with pytest.raises(ValueError, match=r"known architectures") as error:
         Architecture.from_hf({**LLAMA, "model_type": bad})
     assert ("if its layers are the same" in str(error.value)) == (similar is not None)

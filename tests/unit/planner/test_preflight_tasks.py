@@ -388,6 +388,21 @@ def test_a_checkpoint_of_another_optimizer(tmp_path: Path) -> None:
     )
 
 
+def test_a_checkpoint_of_a_model_without_formulas(tmp_path: Path) -> None:
+    """It was no reason to refuse to resume: names and sizes of its parameters are those of transformers."""
+    needs("torch")
+    needs("transformers")
+
+    def plan_of(width: int) -> ss.Plan:
+        sizes = {"hidden_size": width, "intermediate_size": 64, "vocab_size": 256, "num_hidden_layers": 2}
+        config = {"model_type": "stablelm", **sizes, "num_attention_heads": 4, "num_key_value_heads": 4}
+        return replace(make_plan(), architecture=ss.Architecture.from_hf(config, rehearse_only=True))
+
+    path = save_checkpoint(tmp_path, plan_of(64))
+    assert list_findings(plan_of(64), path) == set()
+    assert list_findings(plan_of(128), path) == {"checkpoint-of-another-model"}
+
+
 def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, make_plan("llama-3.1-8b"))
     assert list_findings(make_plan(), path) == {"checkpoint-of-another-model"}

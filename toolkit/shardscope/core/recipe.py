@@ -116,7 +116,8 @@ class Recipe(Serializable):
     lora_rank: int | None = None
     """Rank of the adapters, 1 to 4,096; None: 16. Only with adapters."""
     lora_targets: tuple[str, ...] | None = None
-    """Module names of projections with an adapter; None: all attention projections. Only with adapters."""
+    """Module names of projections with an adapter; None: all attention projections, and without formulas all
+    Linears of the layers. Only with adapters."""
     lora_dropout: float = 0.0
     """Dropout probability of adapter inputs, 0 to 0.99. Only with adapters."""
     lora_alpha: float | None = None

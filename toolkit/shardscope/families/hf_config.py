@@ -40,6 +40,11 @@ the same function in one kernel."""
 
 RUN_MODELS = ("export", "merged")
 """Folders of a run with its model."""
+_WITHOUT_FORMULAS = (
+    "from_hf(config, rehearse_only=True): nothing is predicted, but plan.rehearse() counts the memory of any "
+    "causal language model of transformers that has attention heads, and DDP, FSDP2 and DeepSpeed train it"
+)
+"""Suggested fix for a ``model_type`` without formulas."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of the language model's config in a config.json of several models."""
 
@@ -182,9 +187,10 @@ def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
     if part := _find_text_part(data):
         key, model_type = part
         condition = ", rehearse_only=True), if transformers has a causal language model of that model_type"
-        fix = (
-            f"its language model alone, from_hf(config[{key!r}]{')' if model_type in FAMILIES else condition}"
-        )
+        fix = f"its language model alone, from_hf(config[{key!r}]"
+        fix += ")" if model_type in FAMILIES else condition
+        if model_type not in FAMILIES and _is_built_by_transformers(family):
+            fix = f"its language model alone by {_WITHOUT_FORMULAS}"
         refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
     if same := _find_family_of_class(data):
         fix = f"from_hf({{**config, 'model_type': {same!r}}}), whose class its architectures name"
@@ -193,12 +199,20 @@ def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
     # at the start: "mamba" is no "llama".
     start = str(family).lower()[:2]
     similar = find_similar(family, [name for name in FAMILIES if name.startswith(start)])
-    same_layers = f"{similar!r} if its layers are the same; or " if similar else ""
-    fix = (
-        f"{same_layers}from_hf(config, rehearse_only=True), whose plan.rehearse() works for any "
-        "causal language model of transformers that has attention heads"
-    )
+    # transformers has a class of its own for other layers: qwen3_5_text is no qwen3_moe.
+    is_derived = similar is not None and not _is_built_by_transformers(family)
+    same_layers = f"{similar!r} if its layers are the same; or " if is_derived else ""
+    fix = f"{same_layers}{_WITHOUT_FORMULAS}"
     refuse("config.json model_type", family, f"known architectures: {known}", fix)
+
+
+def _is_built_by_transformers(family: object) -> bool:
+    """Return whether the installed transformers has a causal language model of this ``model_type``."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ModuleNotFoundError:
+        return False
+    return family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _find_family_of_class(data: Mapping[str, object]) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from shardscope.core.architecture import Architecture
@@ -15,7 +16,7 @@ from shardscope.core.size_limits import check_size_field
 from shardscope.families.parameter_shapes import Parameter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SIZES = (
     "hidden_size",
@@ -99,12 +100,19 @@ class UnknownFamily(Architecture):
     @cached_property
     def num_parameters(self) -> int:
         """Number of parameters, counted on torch's meta device (imports torch)."""
-        import torch
-        from transformers import AutoModelForCausalLM
+        return sum(parameter.numel() for parameter in build_meta_model(self).parameters())
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(build_transformers_config(self))
-        return sum(parameter.numel() for parameter in model.parameters())
+    @cached_property
+    def lora_shapes(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """Distinct ``(target, (out_features, in_features))`` of the layers' Linears (imports torch)."""
+        from torch.nn import Linear
+
+        # A layer's modules are those of an entry of a ModuleList: lm_head is not.
+        return tuple(dict.fromkeys(
+            (name.rpartition(".")[2], (module.out_features, module.in_features))
+            for name, module in build_meta_model(self).named_modules()
+            if isinstance(module, Linear) and re.search(r"\.\d+\.", name)
+        ))  # fmt: skip
 
     @property
     def outer_shapes(self) -> tuple[Parameter, ...]:
@@ -122,6 +130,17 @@ class UnknownFamily(Architecture):
             f"Architecture.model_type is {self.model_type!r}, which has no formulas; allowed: "
             "plan.rehearse(), which runs transformers' own code. Nearest fix: plan.rehearse()."
         )
+
+
+@lru_cache(maxsize=4)
+def build_meta_model(architecture: UnknownFamily) -> PreTrainedModel:
+    """Return transformers' model on the meta device, without values; nothing in it must be changed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(build_transformers_config(architecture))
+    return model
 
 
 def build_transformers_config(architecture: UnknownFamily) -> PreTrainedConfig:

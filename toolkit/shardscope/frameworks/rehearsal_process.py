@@ -7,6 +7,9 @@ import os
 import sys
 import traceback
 
+GPU_KERNEL_PACKAGES = ("fla", "causal_conv1d")
+"""Packages that transformers imports if they are installed, for linear attention and short convolutions."""
+
 
 def main() -> None:
     """Rehearse one plan. Every output line is an object with ``progress``, ``stages`` or ``error``."""
@@ -31,6 +34,9 @@ def main() -> None:
         import torch
 
         from shardscope.frameworks.engines import rehearse
+
+        # Kernels of Triton and CUDA do not run on fake tensors; transformers has PyTorch code for them.
+        sys.modules.update(dict.fromkeys(GPU_KERNEL_PACKAGES))  # type: ignore[arg-type]
 
         # Fake tensors compute nothing: more threads would only wait.
         torch.set_num_threads(1)

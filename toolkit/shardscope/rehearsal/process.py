@@ -140,7 +140,10 @@ def _yield_lines(
     """
     while True:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the rehearsal took longer than {timeout:g} seconds")
+            raise TimeoutError(
+                f"the rehearsal took longer than {timeout:g} seconds. Nearest fix: a longer one, such as "
+                f"plan.rehearse(timeout={2 * timeout:g})"
+            )
         try:
             line = lines.get(timeout=POLL_SECONDS)
         except queue.Empty:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
-from shardscope.families.unknown import UnknownFamily
+from shardscope.families.unknown import UnknownFamily, build_transformers_config
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.overheads.band import TENSORS, compute_band
 from shardscope.memory.report import Component, MemoryReport, Phase, PhaseMemory, StageMemory, Term
@@ -20,6 +20,10 @@ _TEMPORARY = ("activations", "logits", "gather_buffers")
 _COMPUTE_PHASES = ("forward", "backward")
 _COMMUNICATION_TEXT = "predicted: buffers of communicators are not tensors (NVIDIA/nccl#964)"
 _RUNTIME_TEXT = "predicted: memory that a rank uses before its first tensor"
+_LINEAR_ATTENTION_TEXT = (
+    "linear attention is transformers' own PyTorch code; a run with the packages flash-linear-attention and "
+    "causal-conv1d has other kernels, which save other tensors"
+)
 
 
 class PeakJson(TypedDict):
@@ -145,7 +149,8 @@ def _predict_overheads(plan: Plan, stages: list[int]) -> dict[int, _Overheads]:
 
     # Communicators do not depend on the layers' structure.
     if isinstance(plan.architecture, UnknownFamily):
-        plan = replace(plan, architecture=plan.architecture.llama_of_same_sizes)
+        recipe = replace(plan.recipe, lora_targets=None)  # a Llama lacks some projections
+        plan = replace(plan, architecture=plan.architecture.llama_of_same_sizes, recipe=recipe)
     model, gpu = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu
     shapes, runtime = model.find_shapes(plan), overheads.estimate_runtime(gpu.vendor, gpu.architecture)
     by_number = {}
@@ -157,7 +162,8 @@ def _predict_overheads(plan: Plan, stages: list[int]) -> dict[int, _Overheads]:
 
 
 def _build_stage_memory(plan: Plan, rehearsed: RehearsedStage, stage_overheads: _Overheads) -> StageMemory:
-    note = f" · {rehearsed.note}" if rehearsed.note else ""
+    notes = [note for note in (rehearsed.note, _describe_kernels(plan)) if note]
+    note = f" · {'; '.join(notes)}" if notes else ""
     counted = f"counted storage by storage while {plan.layout.title}'s own code ran on fake tensors{note}"
 
     def build_phase_memory(peak: RehearsedPeak) -> PhaseMemory:
@@ -183,6 +189,14 @@ def _build_stage_memory(plan: Plan, rehearsed: RehearsedStage, stage_overheads: 
         host_bytes=rehearsed.host_bytes,
         nvme_bytes=rehearsed.nvme_bytes,
     )
+
+
+def _describe_kernels(plan: Plan) -> str:
+    """Return which code stood for kernels of linear attention; empty without such layers."""
+    if not isinstance(plan.architecture, UnknownFamily):
+        return ""
+    layer_types = getattr(build_transformers_config(plan.architecture).get_text_config(), "layer_types", None)
+    return _LINEAR_ATTENTION_TEXT if "linear_attention" in (layer_types or ()) else ""
 
 
 def _sum_temporary(peak: RehearsedPeak) -> int:

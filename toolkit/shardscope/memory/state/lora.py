@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.ops import ceil_div
 from shardscope.families.parameter_shapes import find_first_layer
+from shardscope.families.unknown import UnknownFamily
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -14,9 +15,14 @@ if TYPE_CHECKING:
 
 
 def find_adapter_targets(architecture: Architecture, recipe: Recipe) -> tuple[str, ...]:
-    """Return the adapted projections: the recipe's, or by default all of attention's."""
+    """Return the adapted projections: the recipe's, or by default all of attention's.
+
+    Which are attention's is unknown in a family without formulas: there, by default all of the layers'.
+    """
     if recipe.lora_targets:
         return recipe.lora_targets
+    if isinstance(architecture, UnknownFamily):
+        return tuple(dict.fromkeys(target for target, _ in architecture.lora_shapes))
     # Of the first layer: attention's projections have the same names in all layers.
     attention = {
         name.split(".")[-2] for group, name, _ in architecture.layer_shapes(0) if group == "attention"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.core.finding import Finding
 from shardscope.core.number_format import format_count
+from shardscope.families.unknown import UnknownFamily, build_meta_model
 from shardscope.frameworks.defaults import CheckpointFormat, CheckpointRequirement
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.state.lora import find_adapter_targets
@@ -30,6 +31,7 @@ from shardscope.planner.checks.other_frameworks import (
 )
 
 if TYPE_CHECKING:
+    from shardscope.core.architecture import Architecture
     from shardscope.core.finding import PlanChange
     from shardscope.core.plan import Plan
 
@@ -263,7 +265,7 @@ def _name_optimizer_state(optimizer: str) -> str:
 
 def _check_model(before: Plan, now: Plan) -> Iterator[Finding]:
     # Names do not matter: a renamed model with the same parameters loads.
-    if before.architecture.parameter_groups == now.architecture.parameter_groups:
+    if _count_parameters(before.architecture) == _count_parameters(now.architecture):
         return
     yield Finding(
         name="checkpoint-of-another-model",
@@ -276,12 +278,19 @@ def _check_model(before: Plan, now: Plan) -> Iterator[Finding]:
     )
 
 
+def _count_parameters(architecture: Architecture) -> Mapping[str, int]:
+    """Return the numbers of parameters by group, or by name in a family without formulas."""
+    if not isinstance(architecture, UnknownFamily):
+        return architecture.parameter_groups
+    return {name: parameter.numel() for name, parameter in build_meta_model(architecture).named_parameters()}
+
+
 def _check_weights(before: Plan, now: Plan) -> Iterator[Finding]:
     """Report adapters that would be loaded over another base: a checkpoint of adapters does not contain
     it."""
     was, wanted = _describe_trained(before), _describe_trained(now)
     # Another model is a finding of its own, and explains this one.
-    if was == wanted or before.architecture.parameter_groups != now.architecture.parameter_groups:
+    if was == wanted or _count_parameters(before.architecture) != _count_parameters(now.architecture):
         return
     fields = ("method", "quantization", "lora_rank", "lora_targets", "lora_alpha", "use_rslora", "use_dora")
     yield Finding(

@@ -211,5 +211,5 @@ def _choose_reference(plan: Plan, is_tuned: bool) -> tuple[Reference | None, boo
     run = find_reference(num_parameters)
     if run is not None:
         return run, False
-    embedding = plan.architecture.parameter_groups.get("embedding", 0)
-    return find_small_reference(float(num_parameters - embedding)), True
+    others = num_parameters - plan.architecture.embedding_parameters
+    return find_small_reference(float(others)), True

@@ -79,8 +79,9 @@ def build_from_config(
     No file is read: neither weights, nor a config that it refers to, nor code in its folder.
     """
     config = _parse_config(config_json)
-    config.use_cache = False
-    _set_for_training(config, dropout)
+    of_language_model = config.get_text_config()
+    of_language_model.use_cache = False
+    _set_for_training(of_language_model, dropout)
     return _build_checked(config, architecture, None)
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.registry import find_family
+from shardscope.families.unknown import UnknownFamily
+from shardscope.training.weights.unknown_names import find_stored_tensors, is_ignored
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -48,6 +50,9 @@ def find_sources(arch: Architecture, stored: Collection[str]) -> dict[str, Sourc
     ``stored`` are the names in the files: files of a base model lack the causal model's prefix (GPT-2 on the
     Hub). A tied head may be stored under the name of the embedding or of the head.
     """
+    if isinstance(arch, UnknownFamily):
+        tensors = find_stored_tensors(arch, stored)
+        return {name: Source(tensor.shape, ((tensor.name,),)) for name, tensor in tensors.items()}
     # Names as in the files of a causal model; then adapt them to the files at hand.
     prefix = list_parameter_names(arch).embedding.partition(".")[0] + "."
     by_name = {name: _find_source(arch, name, shape) for name, shape in _list_tensors_in_memory(arch)}
@@ -65,6 +70,8 @@ def find_sources(arch: Architecture, stored: Collection[str]) -> dict[str, Sourc
 
 def is_unused(arch: Architecture, name: str) -> bool:
     """Return whether a stored tensor is allowed although nothing reads it."""
+    if isinstance(arch, UnknownFamily):
+        return is_ignored(arch, name)
     if arch.tie_word_embeddings and name == _get_file_name(arch, HEAD):
         return True
     # Layers after the last one predict further tokens (DeepSeek-V3); transformers does not load them.

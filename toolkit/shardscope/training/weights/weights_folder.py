@@ -20,6 +20,7 @@ from shardscope.core.architecture import Architecture
 from shardscope.core.errors import find_similar, refuse
 from shardscope.core.json_text import parse_json
 from shardscope.families import hf_config
+from shardscope.families.unknown import UnknownFamily
 from shardscope.machine.user_folders import expand_home, list_entries
 from shardscope.records.json_files import read_json
 from shardscope.training.weights.safetensors_header import StoredTensor, read_header
@@ -126,14 +127,24 @@ class WeightsFolder:
             shutil.copyfile(self.resolve_file(GENERATION_CONFIG), exported / GENERATION_CONFIG)
         config_file = exported / CONFIG
         exported_config = json.loads(config_file.read_text(encoding="utf-8"))
-        original = {name: value for name, value in self.config.items() if name not in NOT_EXPORTED}
+        # Of a multimodal model, only the language model is trained and exported.
+        parts = (part for part in self.config.values() if isinstance(part, Mapping))
+        is_part = self.config.get("model_type") != exported_config["model_type"]
+        of_model = next(
+            (part for part in parts if is_part and part.get("model_type") == exported_config["model_type"]),
+            self.config,
+        )
+        original = {name: value for name, value in of_model.items() if name not in NOT_EXPORTED}
         config = original | {name: exported_config[name] for name in ("architectures", "dtype")}
         _replace_json(config_file, config)
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Architecture in config.json. Raises ``ValueError`` as ``Architecture.from_hf`` does."""
-        return Architecture.from_hf(self.resolve_file(CONFIG))
+        """Architecture in config.json, also of a family without formulas.
+
+        Raises ``ValueError`` as ``Architecture.from_hf`` does.
+        """
+        return Architecture.from_hf(self.resolve_file(CONFIG), rehearse_only=True)
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Path, StoredTensor]]:
@@ -248,7 +259,8 @@ class WeightsFolder:
             planned_value, stored_value = getattr(planned, field.name, None), getattr(stored, field.name)
             if field.name != "name" and planned_value != stored_value:
                 allowed = f"{stored_value!r}, as {self.path.name}/{CONFIG} says"
-                fix = f"architecture=Architecture.from_hf({str(self.path)!r})"
+                argument = ", rehearse_only=True" if isinstance(stored, UnknownFamily) else ""
+                fix = f"architecture=Architecture.from_hf({str(self.path)!r}{argument})"
                 refuse(f"Architecture.{field.name}", planned_value, allowed, fix)
 
     def check_tensors(self, arch: Architecture) -> None:

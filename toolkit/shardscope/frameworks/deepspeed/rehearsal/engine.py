@@ -21,6 +21,7 @@ from shardscope.frameworks.deepspeed.rehearsal.fake_device import FakeDevice
 from shardscope.frameworks.deepspeed.rehearsal.labels import label_allocations
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.rehearsal.fake_world import fake_ranks, fake_tensors
+from shardscope.rehearsal.patching import Patch, patch_attributes
 from shardscope.rehearsal.quantization import fake_quantile_maps
 from shardscope.training.accounting.tensors import list_optimizer_tensors
 from shardscope.training.model.lora import add_adapters
@@ -212,16 +213,17 @@ def label_state(tracker: Tracker, engine: DeepSpeedEngine, optimizer: torch.opti
 
 @contextlib.contextmanager
 def _skip_initialization() -> Iterator[None]:
-    """Replace torch's initialization functions by no-ops: fake tensors have no values."""
+    """Replace the initialization of torch and of transformers by no-ops: fake tensors have no values."""
     # transformers keeps the functions that it finds at its import, so import it before they are replaced.
-    import transformers.initialization  # noqa: F401
+    from transformers import PreTrainedModel
 
-    names = [name for name in dir(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
-    before = {name: getattr(torch.nn.init, name) for name in names}
-    for name in names:
-        setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
-    try:
+    patches: list[Patch] = [
+        (torch.nn.init, name, lambda tensor, *_, **__: tensor)
+        for name in dir(torch.nn.init)
+        if name.endswith("_") and not name.startswith("_")
+    ]
+    # Values that a family computes, such as Qwen3.5's A_log, do not fit the partitions of stage 3:
+    # from_pretrained under DeepSpeed does not initialize, either (transformers 5.24, no_init_weights).
+    patches.append((PreTrainedModel, "initialize_weights", lambda *_, **__: None))
+    with patch_attributes(patches):
         yield
-    finally:
-        for name, original in before.items():
-            setattr(torch.nn.init, name, original)
