@@ -47,6 +47,10 @@ _WITHOUT_FORMULAS = (
 """Suggested fix for a ``model_type`` without formulas."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of the language model's config in a config.json of several models."""
+_SHARED_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+"""Keys of a multimodal config that are its language model's as well, where that has none of its own."""
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of a multimodal config that its text generation uses, also where the language model has its own."""
 
 
 def read_architecture(config: str | Path | Mapping[str, object], rehearse_only: bool = False) -> Architecture:
@@ -59,11 +63,33 @@ def read_architecture(config: str | Path | Mapping[str, object], rehearse_only: 
     path = expand_home(config)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
-        return build_architecture(read_config_file(file), _derive_name(file.absolute()), rehearse_only)
+        return _build_from_file(file, _derive_name(file.absolute()), rehearse_only)
     if isinstance(config, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", config, re.A) and path.suffix != ".json":
-        return build_architecture(read_config_file(_find_on_hub(config)), config, rehearse_only)
+        return _build_from_file(_find_on_hub(config), config, rehearse_only)
     allowed = "an existing file or folder, or a Hub id 'org/name'"
     return refuse("config", str(config), allowed, "check the spelling of the path")
+
+
+def _build_from_file(file: Path, name: str, rehearse_only: bool) -> Architecture:
+    """Return the architecture of a checkpoint's config.json; of a multimodal one, its language model's."""
+    data = read_config_file(file)
+    _check_head(data)
+    return build_architecture(select_language_model(data), name, rehearse_only)
+
+
+def select_language_model(data: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the config of the language model in a multimodal config; ``data`` itself if that is no family's.
+
+    ``tie_word_embeddings`` is the language model's own, if it has both: Mistral3Config's default is True,
+    also over a language model with a head (transformers 5.24, configuration_mistral3.py).
+    """
+    part = _find_text_part(data)
+    if part is None or part[1] not in FAMILIES or data.get("model_type") in FAMILIES:
+        return data
+    text = data[part[0]]
+    assert isinstance(text, Mapping)
+    shared = {key: data[key] for key in _SHARED_KEYS if key in data}
+    return {**shared, **text, **{key: data[key] for key in _TOKEN_IDS if data.get(key) is not None}}
 
 
 def _derive_name(file: Path) -> str:

@@ -93,7 +93,7 @@ class WeightsFolder:
     # ---- Contents
 
     @cached_property
-    def config(self) -> Mapping[str, object]:
+    def whole_config(self) -> Mapping[str, object]:
         """Content of config.json, the only config file that is read. Raises ``ValueError``."""
         config = hf_config.read_config_file(self.resolve_file(CONFIG))
         if "configuration_files" in config:
@@ -105,6 +105,17 @@ class WeightsFolder:
                 f"the config of this version as {CONFIG}, without that key",
             )
         return config
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """Config of the model that is trained: in a multimodal checkpoint of a family, its language model."""
+        return hf_config.select_language_model(self.whole_config)
+
+    @property
+    def multimodal_type(self) -> str | None:
+        """``model_type`` of a multimodal checkpoint whose language model, of a family, is trained alone."""
+        whole = self.whole_config
+        return None if self.config is whole else str(whole.get("model_type"))
 
     @property
     def eos_token_id(self) -> object:
@@ -274,7 +285,7 @@ class WeightsFolder:
         if missing:
             allowed = f"every tensor of {arch.name}; the files lack {len(missing):,}{_list_more(missing)}"
             refuse(self.field, f"without {missing[0]}", allowed, "the files of the whole model")
-        extra = [name for name in stored if name not in expected and not is_unused(arch, name)]
+        extra = [name for name in stored if name not in expected and not is_unused(arch, name, stored)]
         if extra:
             allowed = f"tensors of {arch.name}: {len(extra):,} are not part of it{_list_more(extra)}"
             refuse(self.field, extra[0], allowed, f"the files of a {arch.model_type} and nothing else")
