@@ -102,6 +102,8 @@ def write_model(folder: Path, config: dict[str, Any], kind: torch.dtype, max_sha
     model = get_auto_class(config).from_config(AutoConfig.for_model(**config), dtype=kind)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     shutil.copy(SHIPPED_TOKENIZER, folder / "tokenizer.json")
+    # Otherwise a family's own class, such as GemmaTokenizer, adds special tokens to it.
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
 
 
