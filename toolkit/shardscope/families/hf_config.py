@@ -83,8 +83,8 @@ def select_language_model(data: Mapping[str, object]) -> Mapping[str, object]:
     ``tie_word_embeddings`` is the language model's own, if it has both: Mistral3Config's default is True,
     also over a language model with a head (transformers 5.24, configuration_mistral3.py).
     """
-    part = _find_text_part(data)
-    if part is None or part[1] not in FAMILIES or data.get("model_type") in FAMILIES:
+    part, whole = _find_text_part(data), data.get("model_type")
+    if part is None or part[1] not in FAMILIES or not isinstance(whole, str) or whole in FAMILIES:
         return data
     text = data[part[0]]
     assert isinstance(text, Mapping)
@@ -261,16 +261,20 @@ def _refuse_other_model(data: Mapping[str, object], family: str) -> NoReturn:
     fix = "the config.json of a causal language model"
     if part := _find_text_part(data):
         key, model_type = part
-        if isinstance(model_type, str) and is_causal_language_model(model_type):
+        if model_type is not None and is_causal_language_model(model_type):
             fix = f"its language model alone, from_hf(config[{key!r}], rehearse_only=True)"
     allowed = "a model_type for which the installed transformers has a causal language model"
     refuse("config.json model_type", family, allowed, fix)
 
 
-def _find_text_part(data: Mapping[str, object]) -> tuple[str, object] | None:
+def _find_text_part(data: Mapping[str, object]) -> tuple[str, str | None] | None:
     """Return the key and ``model_type`` of the language model in a multimodal config; None: it has none."""
-    parts = ((key, data.get(key)) for key in _TEXT_PARTS)
-    return next(((key, part.get("model_type")) for key, part in parts if isinstance(part, Mapping)), None)
+    for key in _TEXT_PARTS:
+        part = data.get(key)
+        if isinstance(part, Mapping):
+            model_type = part.get("model_type")
+            return key, model_type if isinstance(model_type, str) else None
+    return None
 
 
 def _find_on_hub(hub_id: str) -> Path:

@@ -30,19 +30,18 @@ def load_weights(files: ModelFiles, dtype: torch.dtype | Literal["auto"]) -> Pre
     Of a multimodal checkpoint it is the language model, with the names that its adapters have.
     """
     folder = files.weights_folder
-    prefix = None
-    if not isinstance(folder.architecture, UnknownFamily):
-        prefix = find_multimodal_prefix(folder.tensors)
-    options: dict[str, object] = {}
+    is_unknown = isinstance(folder.architecture, UnknownFamily)
+    prefix = None if is_unknown else find_multimodal_prefix(folder.tensors)
+    config, renamed = None, None
     if prefix is not None:
         # AutoModelForCausalLM has the whole model for some of them (Gemma3ForConditionalGeneration).
-        options["config"] = parse_config(folder.config)
-        options["key_mapping"] = {f"^{re.escape(prefix)}": "model."}
-        if before_head := MULTIMODAL_PREFIXES[prefix]:
-            options["key_mapping"] |= {f"^{re.escape(before_head)}lm_head": "lm_head"}
+        config = parse_config(folder.config)
+        head = f"{MULTIMODAL_PREFIXES[prefix]}lm_head."
+        renamed = {f"^{re.escape(prefix)}": "model.", f"^{re.escape(head)}": "lm_head."}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         files.weights,
-        **options,
+        config=config,
+        key_mapping=renamed,
         dtype=dtype,
         local_files_only=True,
         trust_remote_code=False,

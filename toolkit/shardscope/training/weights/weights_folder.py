@@ -24,7 +24,7 @@ from shardscope.families.unknown import UnknownFamily
 from shardscope.machine.user_folders import expand_home, list_entries
 from shardscope.records.json_files import read_json
 from shardscope.training.weights.safetensors_header import StoredTensor, read_header
-from shardscope.training.weights.stored_names import find_sources, is_unused
+from shardscope.training.weights.stored_names import HEAD, find_sources, is_unused
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -284,7 +284,12 @@ class WeightsFolder:
         missing = [name for name in expected if name not in stored]
         if missing:
             allowed = f"every tensor of {arch.name}; the files lack {len(missing):,}{_list_more(missing)}"
-            refuse(self.field, f"without {missing[0]}", allowed, "the files of the whole model")
+            fix = "the files of the whole model"
+            if self.multimodal_type is not None and len(missing) == 1 and missing[0].endswith(HEAD):
+                fix += (
+                    f", or 'tie_word_embeddings': true for the language model in {CONFIG}, if it has no head"
+                )
+            refuse(self.field, f"without {missing[0]}", allowed, fix)
         extra = [name for name in stored if name not in expected and not is_unused(arch, name, stored)]
         if extra:
             allowed = f"tensors of {arch.name}: {len(extra):,} are not part of it{_list_more(extra)}"
