@@ -21,6 +21,7 @@ from finetuned_models import (  # noqa: E402
     MODELS,
     MULTIMODAL,
     SIZES,
+    make_batch,
     make_plan,
     set_up_engine,
     small_model,
@@ -270,3 +271,40 @@ def test_a_pretrained_model_is_fine_tuned_and_exported(
     again = ss.Finetune(weights=out)
     again.check(make_plan(out, Layout.fsdp2()))
     assert make_plan(out, Layout.fsdp2()).architecture.parameter_groups == plan.architecture.parameter_groups
+
+
+@thorough()
+@pytest.mark.usefixtures("bounded_time", "nothing_left")
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_language_model_of_a_multimodal_checkpoint_is_exported(
+    name: str, model_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    folder, tokens = model_folders[name], make_batch(7)["input_ids"]
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    before = whole(input_ids=tokens).logits
+    runs = {}
+    # The learning rate changes no digit of the base, and much of the adapters.
+    for method, layout, rate in (("full", Layout.fsdp2(), 1e-12), ("lora", Layout.ddp(), 1e-2)):
+        task = ss.Finetune(folder, num_steps=2, learning_rate=rate, export=True)
+        plan = make_plan(folder, layout, method=method)
+        runs[method] = run = ss.launch(plan, task, folder=tmp_path / method)
+        assert run.wait(120) == "finished", run.error
+        assert "its language model alone" in run.logs(0)
+
+    exported = AutoModelForCausalLM.from_pretrained(runs["full"].model)
+    assert (
+        type(exported).__name__ == {"gemma3": "Gemma3ForCausalLM", "mistral3": "Ministral3ForCausalLM"}[name]
+    )
+    assert torch.allclose(exported(input_ids=tokens).logits, before, atol=1e-5)
+    again = ss.Finetune(runs["full"].model)
+    again.check(make_plan(runs["full"].model, Layout.ddp()))
+
+    merged = AutoModelForCausalLM.from_pretrained(ss.merge(runs["lora"]))
+    assert type(merged) is type(exported)
+    after = merged(input_ids=tokens).logits
+    assert (after - before).abs().max() > 0.01
+    adapted = PeftModel.from_pretrained(exported, runs["lora"].model).eval()
+    assert torch.allclose(adapted(input_ids=tokens).logits, after, atol=1e-4)
