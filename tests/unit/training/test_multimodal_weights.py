@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.weights_folders import LLAMA, read_tensors, write_file
+from tests.weights_folders import MULTIMODAL_PREFIXES, make_multimodal, rename_multimodal, write_folder
 
 import shardscope as ss
-from shardscope.training.data.tokenizer import SHIPPED_TOKENIZER
 from shardscope.training.weights.weights_folder import WeightsFolder
-
-STYLES = {"hub": ("language_model.", "language_model."), "transformers": ("model.language_model.", "")}
-"""Prefixes of the layers, where a causal model alone has ``model.``, and of the head."""
-OTHERS = ("vision_tower.layers.0.attn.weight", "multi_modal_projector.linear_1.weight")
-
-
-def rename(name: str, style: str) -> str:
-    before_layers, before_head = STYLES[style]
-    if not name.startswith("model."):
-        return before_head + name
-    return before_layers + (name if style == "hub" else name.removeprefix("model."))
 
 
 def write_multimodal(folder: Path, style: str, without: tuple[str, ...] = (), **text: Any) -> Path:
     """A small Llava of zeros with the shipped tokenizer."""
-    folder.mkdir()
-    config = {**LLAMA, **text}
-    whole = {"model_type": "llava", "text_config": config, "vision_config": {"hidden_size": 8}}
-    (folder / "config.json").write_text(json.dumps({**whole, "eos_token_id": [1, 106]}))
-    shutil.copy(SHIPPED_TOKENIZER, folder / "tokenizer.json")
-    tensors = {rename(name, style): tensor for name, tensor in read_tensors(config).items()}
-    before = "model." if style == "transformers" else ""
-    tensors |= {before + name: ("F32", (4, 4)) for name in OTHERS}
-    write_file(folder / "model.safetensors", {name: tensors[name] for name in tensors if name not in without})
-    return folder
+    return make_multimodal(write_folder(folder, **text), style, without)
 
 
 def make_plan(folder: Path) -> ss.Plan:
@@ -46,7 +24,7 @@ def make_plan(folder: Path) -> ss.Plan:
     return ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", MULTIMODAL_PREFIXES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_multimodal_folder_is_accepted(style: str, tied: bool, tmp_path: Path) -> None:
     folder = write_multimodal(tmp_path / "model", style, tie_word_embeddings=tied)
@@ -56,9 +34,9 @@ def test_a_multimodal_folder_is_accepted(style: str, tied: bool, tmp_path: Path)
     assert WeightsFolder(folder, "weights").eos_token_id == [1, 106]
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", MULTIMODAL_PREFIXES)
 def test_a_missing_tensor_of_the_language_model_is_refused(style: str, tmp_path: Path) -> None:
-    name = rename("model.layers.1.mlp.up_proj.weight", style)
+    name = rename_multimodal("model.layers.1.mlp.up_proj.weight", style)
     folder = write_multimodal(tmp_path / "model", style, without=(name,))
     with pytest.raises(ValueError, match=rf"without {name}"):
         ss.Finetune(weights=folder).check(make_plan(folder))
