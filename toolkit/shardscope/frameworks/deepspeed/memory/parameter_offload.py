@@ -179,7 +179,7 @@ def _module_call_builder(
         reaches_input = has_backward and not (is_first and name in inputs)
         before_adapters[is_parallel_branch] = False
         lora_a, lora_b = (adapters.adapter_rank * size for size in (input_size, output_size))
-        base = ModuleCall(params, (), False, saved_views, reaches_input)
+        base = ModuleCall(params, (), False, saved_views, reaches_input, is_feed_forward)
         return ModuleCall((), (base, NO_PARAMS, ModuleCall((lora_a,)), ModuleCall((lora_b,))))
 
     return build_call
