@@ -53,7 +53,7 @@ def test_predictions_agree_with_wide_samples(framework: str, sample: int) -> Non
     assert abs(worst.error) <= WORST[framework], in_words(worst)
 
 
-ADAPTERS_WITHIN_ONE_PERCENT = {"ddp": 1.0, "fsdp2": 1.0, "deepspeed": 0.93}
+ADAPTERS_WITHIN_ONE_PERCENT = {"ddp": 1.0, "fsdp2": 1.0, "deepspeed": 1.0}
 """Shares of plans within 1 % today; all are within 3 %. At first, DDP's were up to 20 % too low."""
 
 
@@ -167,15 +167,11 @@ def test_predictions_agree_with_rehearsals_of_glm4_moe() -> None:
 
 
 def test_predictions_agree_with_rehearsals_in_fp32() -> None:
-    """66 random plans of nine models, many with unfused attention or dropout: 53 were within 1 % at first.
-
-    The one beyond 3 %: ZeRO-3's prefetches before the recomputation of a layer that ends with a norm, with
-    selective recomputation and dropout.
-    """
+    """66 random plans of nine models, many with unfused attention or dropout: 53 were within 1 % at first."""
     rows, rejected = read_rehearsals([STORED / "mixed-fp32.jsonl"])
     assert not rejected and len(rows) == 66
-    far = {row.name for row in rows if abs(row.error) > 0.03}
-    assert far <= {"mixed-fp32:50"}, far
+    far = {row.name for row in rows if abs(row.error) > 0.02}
+    assert not far, far
     assert sum(abs(row.error) <= 0.01 for row in rows) >= 62
 
 

@@ -57,6 +57,8 @@ class LayerBackward(NamedTuple):
     at_scores: int
     """At attention's scores, after the feed-forward's backward, less what it has freed; 0 if scores are not
     materialized."""
+    freed_rows: int
+    """Freed by then, too: tensors as wide as the residual stream, which tensor parallelism does not shard."""
 
 
 class LargestLayer(NamedTuple):
@@ -119,7 +121,11 @@ def find_largest_layer(stage: TransformersActivations, windowed: bool | None = N
         ),
         at_expert_weights=compute_on_rank(peak.at_expert_weights),
         at_expert_rows=compute_on_rank(peak.at_expert_rows),
-        at_scores=where(peak.at_scores == 0, 0, compute_on_rank(peak.at_scores)),
+        at_scores=where(
+            peak.at_scores == 0,
+            0,
+            compute_on_rank(peak.at_scores) - tokens * ceil_div(peak.freed_rows, stage.num_stream_shards),
+        ),
         at_norm_after=_compute_at_norm_after(stage, layer.recomputed),
         recomputed=tokens * layer.recomputed,
         most_recomputed=tokens * maximum(*(kind.activations.recomputed for kind in kinds)),
@@ -189,8 +195,11 @@ def compute_layer_backward(
         at_product = stream + inner - rows * hidden * width
         # After the backward of the experts and their norm, eager attention may need more.
         scores = _compute_score_gradients(arch, modules)
-        at_scores = stream + scores - hidden * (2 * FP32 + 2 * c) - saved if scores else 0
-        return LayerBackward(at_product, stream, stream + both - saved, stream + weighted, at_scores)
+        at_scores = stream + scores - saved if scores else 0
+        freed_rows = hidden * (2 * FP32 + 2 * c) if scores else 0
+        return LayerBackward(
+            at_product, stream, stream + both - saved, stream + weighted, at_scores, freed_rows
+        )
     inner = arch.intermediate_size * (
         c * count_inner_gradients(arch, modules) - compute_dropped_mask(arch, modules)
     )
@@ -198,7 +207,7 @@ def compute_layer_backward(
     inner -= compute_norm_after_saved(arch, modules)
     at_product = stream + inner
     return LayerBackward(
-        at_product, stream, at_product, at_product, _compute_dense_scores(arch, modules, stream)
+        at_product, stream, at_product, at_product, *_compute_dense_scores(arch, modules, stream)
     )
 
 
@@ -211,17 +220,19 @@ def compute_dropped_mask(arch: Architecture, modules: Modules) -> int:
     )
 
 
-def _compute_dense_scores(arch: Architecture, modules: Modules, stream: int) -> int:
+def _compute_dense_scores(arch: Architecture, modules: Modules, stream: int) -> tuple[int, int]:
     """Return the bytes of unfused attention's backward in a dense layer: gradients of probabilities, softmax
-    and soft cap, and of the stream, less what the feed-forward has freed; 0 for a fused kernel."""
+    and soft cap, and of the stream, less what the feed-forward has freed, without rows as wide as the stream;
+    and these rows. Both are 0 for a fused kernel."""
     scores = _compute_score_gradients(arch, modules)
     if not scores:
-        return 0
+        return 0, 0
     if has_one_key_head(arch):
         # Falcon's feed-forward is parallel to attention, and reads the same norm's output.
         branches = 1 + modules.inner_copies("dense_4h_to_h")
-        return stream + scores - branches * arch.intermediate_size * modules.compute
-    return stream + scores - _compute_freed_after_attention(arch, modules)
+        return stream + scores - branches * arch.intermediate_size * modules.compute, 0
+    freed, freed_rows = _compute_freed_after_attention(arch, modules)
+    return stream + scores - freed, freed_rows
 
 
 def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
@@ -235,11 +246,12 @@ def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
     return num_scores * FP32 * (1 if modules.dropout else 2)
 
 
-def _compute_freed_after_attention(arch: Architecture, modules: Modules) -> int:
-    """Return bytes freed before attention's backward: dense feed-forward, its norms and output projection."""
+def _compute_freed_after_attention(arch: Architecture, modules: Modules) -> tuple[int, int]:
+    """Return bytes freed before attention's backward: those of the dense feed-forward and the output
+    projection, and those of norms and the copies that projections read."""
     c, hidden = modules.compute, arch.hidden_size
     normed = FP32 if find_family(arch).scales_before_cast else modules.stream
     norms = (arch.norms_per_layer - 1) * (hidden * FP32 + FP32 + hidden * normed * modules.trained)
     copies = modules.stream_copies(*list_stream_readers(arch)[1]) * hidden * c
     output = modules.inner_copies(list_parameter_names(arch).output) * get_attention_widths(arch).output * c
-    return count_mlp_copies(arch, modules) * arch.intermediate_size * c + norms + copies + output
+    return count_mlp_copies(arch, modules) * arch.intermediate_size * c + output, norms + copies

@@ -407,13 +407,16 @@ def _count_reduction_buckets(
     if settings.stage == 3:
         model = build_traced_model(arch, adapters, dense_layers, moe_layers)
         return simulate_step(model, ranks, settings.recompute_interval, settings.options).buckets
-    # In the order of backward, or in model order after it.
+    # In the order of backward, or group by group after it, matrices first.
     tensors = list_tensors(arch, adapters, tp, ep, dense_layers, moe_layers, is_first, is_last)
     dense = partition_flat_buffers(tensors.trained, ranks, settings.half, tensors.is_vector)
     options = _build_reduction_options(settings, dense)
     gradients = place_gradients(tensors.trained, tensors.is_vector, options.partitions)
     if settings.stage == 2 or settings.overlaps:
         gradients = tuple(gradients[index] for index in tensors.gradient_order)
+    elif any(tensors.is_vector):
+        by_group = sorted(range(len(gradients)), key=tensors.is_vector.__getitem__)
+        gradients = tuple(gradients[index] for index in by_group)
     return count_buckets(gradients, options.bucket_size, finds_busiest=options.norm_width > 0)
 
 

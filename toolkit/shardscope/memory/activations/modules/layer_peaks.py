@@ -229,7 +229,7 @@ class _Layer:
         # Before the up projection, the feed-forward has saved its gate and its activation, if these are
         # modules of their own.
         inner = ceil_div(arch.intermediate_size * modules.compute, self.shards.tp)
-        before_down = self.all_saved - self._compute_saved_by_down()
+        before_down = self.all_saved - self.norm_after_saved - self._compute_saved_by_down()
         before_up = before_down - inner
         if not arch.gated_mlp or self._has_fused_branches():
             before_up = before_down - (self.feed_forward_saved - self.feed_forward_inputs)
@@ -289,7 +289,7 @@ class _Layer:
         # The residual stream at this point, at the layer's input and at the model's input.
         streams = (modules.stream < FP32) * (1 if is_recomputed else 3)
         outputs = rows * self.hidden_row + streams * self.stream
-        return self.all_saved + ceil_div(inner, self.shards.tp) + outputs
+        return self.all_saved - self.norm_after_saved + ceil_div(inner, self.shards.tp) + outputs
 
     def compute_waiting_gradients(self) -> int:
         """Return the bytes of gradients in the layer before backward unpacks the first saved tensor.
@@ -316,7 +316,7 @@ class _Layer:
         if not modules.quantized or self.moe:
             return 0
         inner, c = arch.intermediate_size, modules.compute
-        num_bytes = self.all_saved + self.hidden_row
+        num_bytes = self.all_saved - self.norm_after_saved + self.hidden_row
         if not modules.stream_copies(*list_stream_readers(arch)[1]):
             num_bytes += self.hidden_row
         num_bytes += self.stream * (3 if modules.stream < FP32 else 1)
