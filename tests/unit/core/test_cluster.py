@@ -198,11 +198,24 @@ def test_the_fix_of_a_size_with_its_unit_and_of_a_name_is_what_is_meant(
         dataclasses.replace(CLUSTER, **change)
 
 
-@pytest.mark.parametrize("memory", [80, 81_920])
-def test_a_gpu_memory_in_gib_or_mib_is_refused_with_its_bytes(memory: int) -> None:
-    """The fix was 1,048,576 bytes; a node with 2,048 bytes of host memory was accepted."""
-    with pytest.raises(ValueError, match=rf"Gpu\.memory_bytes is .* bytes.*Nearest fix: {80 * 2**30}\.$"):
-        dataclasses.replace(H100, memory_bytes=memory)
+@pytest.mark.parametrize(
+    ("field", "memory", "num_bytes"),
+    [
+        ("memory_bytes", 80, 80 * 2**30),
+        ("memory_bytes", 80.0, 80 * 2**30),
+        ("memory_bytes", 81_920, 80 * 2**30),
+        ("memory_bytes", 24_564, 24_564 * 2**20),
+        ("memory_bytes", 40_960, 40 * 2**30),
+        ("usable_bytes", 79, 79 * 2**30),
+        ("usable_bytes", 96, 80 * 2**30),
+    ],
+)
+def test_a_gpu_memory_in_gib_or_mib_is_refused_with_its_bytes(
+    field: str, memory: float, num_bytes: int
+) -> None:
+    """The fix was 1,048,576 bytes, and 43 TB for the 40,960 MiB that nvidia-smi prints of an A100."""
+    with pytest.raises(ValueError, match=rf"Gpu\.{field} is .* bytes.*Nearest fix: {num_bytes}\.$"):
+        dataclasses.replace(H100, **{field: memory})
 
 
 def test_a_generation_is_found_as_its_vendor_writes_it() -> None:

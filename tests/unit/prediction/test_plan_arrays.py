@@ -68,6 +68,24 @@ def test_peaks_of_a_grid_equal_those_of_single_plans(framework: str, name: str) 
     assert peaks.tolist() == [plan.memory().peak_bytes for plan in several]
 
 
+@pytest.mark.parametrize("stage", [None, 1, 3])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_peaks_of_a_grid_equal_those_of_single_plans_if_windows_mix(stage: int | None, interval: int) -> None:
+    """In fp32 the layers without a window materialize their scores, and some stages have no such layer."""
+    recipe = ss.Recipe(
+        seq_len=6000,
+        global_batch_size=384,
+        precision="fp32",
+        recompute="selective",
+        recompute_interval=interval,
+    )
+    layout = Layout.fsdp2() if stage is None else Layout.zero(stage)
+    several = list_neighbors(
+        Plan(ss.models["gemma-3-4b"], ss.Cluster.parse("16x8xh100-sxm-80gb"), recipe, layout)
+    )
+    assert compute_peaks(several).tolist() == [plan.memory().peak_bytes for plan in several]
+
+
 def test_an_empty_array_of_plans_has_no_peaks() -> None:
     assert compute_peaks([]).shape == (0,)
 

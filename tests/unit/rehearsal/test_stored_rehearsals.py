@@ -53,7 +53,7 @@ def test_predictions_agree_with_wide_samples(framework: str, sample: int) -> Non
     assert abs(worst.error) <= WORST[framework], in_words(worst)
 
 
-ADAPTERS_WITHIN_ONE_PERCENT = {"ddp": 1.0, "fsdp2": 1.0, "deepspeed": 0.84}
+ADAPTERS_WITHIN_ONE_PERCENT = {"ddp": 1.0, "fsdp2": 1.0, "deepspeed": 1.0}
 """Shares of plans within 1 % today; all are within 3 %. At first, DDP's were up to 20 % too low."""
 
 
@@ -179,16 +179,12 @@ def test_predictions_agree_with_rehearsals_of_ministral3_and_glm4_moe_lite() -> 
 
 
 def test_predictions_agree_with_rehearsals_in_fp32() -> None:
-    """66 random plans of nine models, many with unfused attention or dropout: 53 were within 1 % at first.
-
-    The two beyond 3 %: layers of OLMo 3 32B without window, whose attention is not fused, beside others whose
-    attention is; and selective recomputation with dropout.
-    """
+    """66 random plans of nine models, many with unfused attention or dropout: 53 were within 1 % at first."""
     rows, rejected = read_rehearsals([STORED / "mixed-fp32.jsonl"])
     assert not rejected and len(rows) == 66
-    far = {row.name for row in rows if abs(row.error) > 0.03}
-    assert far <= {"mixed-fp32:10", "mixed-fp32:50"}, far
-    assert sum(abs(row.error) <= 0.01 for row in rows) >= 61
+    far = {row.name for row in rows if abs(row.error) > 0.02}
+    assert not far, far
+    assert sum(abs(row.error) <= 0.01 for row in rows) >= 62
 
 
 def test_activation_after_a_matrix_larger_than_the_bucket() -> None:

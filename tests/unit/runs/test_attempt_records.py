@@ -68,6 +68,7 @@ def test_an_attempt_without_node_0_is_described_by_the_others(folder: RunFolder)
     other = NodeFolder(folder.path, 1, 2, 1)
     other.create_own()
     write_json(other.ended, {"time": 1.0, "status": "failed", "reason": "node 0 (a) is lost"})
+    assert read_attempts(folder)[0]["reason"] == "node 0 (a) is lost"
     lead = select_lead(folder, 1)
     lead.create_own()
     write_json(lead.node_json, {"name": "a"})

@@ -149,6 +149,8 @@ def test_a_refusal_of_ray_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -
         (submission_process.InspectionError("RuntimeEnvSetupError: no"), "Ray.runtime_env", "change"),
         (ValueError("Ray Client requires pip package `ray[client]`."), "Ray.address", "pip install"),
         (ConnectionError("Could not find any running Ray instance"), "Ray.address", "ray start"),
+        (ValueError("Invalid Ray address: 'http://head:8265'"), "Ray.address", "ray start"),
+        (ValueError("Unable to parse port number (full address = a:b)"), "Ray.address", "ray start"),
     ],
 )
 def test_a_refusal_of_ray_names_the_field_that_it_is_about(

@@ -187,8 +187,9 @@ def test_options_of_sbatch_are_named_with_their_place() -> None:
         untyped(partition="a100", mem="64G")
     with pytest.raises(FieldError, match="the plan's cluster"):
         untyped(gpus_per_node=8)
-    with pytest.raises(FieldError, match="Nearest fix: 'partition'"):
-        untyped(partitions="a100")
+    for name, field in (("partitions", "partition"), ("queue", "partition"), ("timeout_min", "time")):
+        with pytest.raises(FieldError, match=f"Nearest fix: '{field}'"):
+            untyped(**{name: "1"})
 
 
 def test_another_target_is_refused() -> None:
@@ -760,6 +761,9 @@ def test_a_stop_does_not_wait_for_a_controller_that_does_not_answer(
         ("AssocGrpGRESRunMinutes", "it starts when other jobs"),
         ("QOSMaxJobsPerUserLimit", "it starts when other jobs"),
         ("AssocGrpGRES", "it starts when other jobs"),
+        ("QOSMaxGRESPerUser", "or never if it alone"),
+        ("MaxGRESPerAccount", "it starts when other jobs"),
+        ("MaxGRESRunMinsPerUser", "it starts when other jobs"),
     ],
 )
 def test_a_reason_that_needs_somebody_to_act_has_advice(reason: str, text: str) -> None:

@@ -58,6 +58,18 @@ def test_a_folder_that_another_node_cannot_replace_is_kept(tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_the_older_folder_is_deleted_if_other_ranks_are_lost(tmp_path: Path) -> None:
+    """It kept a hidden name and was never deleted: one more checkpoint on the disk of a failed run."""
+    path, temporary = write_folders(tmp_path)
+
+    def lose_other_ranks(_: OSError | None) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed"):
+        replace_on_all_nodes(temporary, path, lose_other_ranks)
+    assert (path / "weights").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
+
+
 def write_folders(parent: Path) -> tuple[Path, Path]:
     """Return a complete folder and the temporary one that is to replace it."""
     path, temporary = parent / "best", parent / ".best.partial"

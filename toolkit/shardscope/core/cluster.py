@@ -25,6 +25,8 @@ from shardscope.core.serialization import Serializable, read_parts
 
 MAX_BYTES = 2**50
 """1 PiB: more than any one node has of anything."""
+MAX_GIB_OF_GPU, MAX_GIB_OF_HOST = 1023, 2**16 - 1
+"""Where a number that is too small for bytes is still one of GiB: 24,564 is the MiB of an RTX 4090."""
 
 MAX_NODES = 100_000
 
@@ -97,8 +99,8 @@ class Gpu(Serializable):
         if self.architecture is not None:
             object.__setattr__(self, "architecture", self.architecture.lower())
         # The driver reserves a part of the memory, so ``usable_bytes`` is at most ``memory_bytes``.
-        memory = _check_bytes("Gpu.memory_bytes", self.memory_bytes, low=2**20)
-        check_integer("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)
+        memory = _check_bytes("Gpu.memory_bytes", self.memory_bytes, low=2**20, max_gib=MAX_GIB_OF_GPU)
+        _check_bytes("Gpu.usable_bytes", self.usable_bytes, low=2**20, max_gib=MAX_GIB_OF_GPU, high=memory)
         check_flag("Gpu.memory_is_shared", self.memory_is_shared)
         if not isinstance(self.peak_flops, Mapping):
             refuse(
@@ -309,18 +311,20 @@ class Cluster(Serializable):
         return detect_cluster()
 
 
-def _check_bytes(field: str, value: object, *, low: int) -> int:
-    """Return ``value`` as an int. Raises ``ValueError`` unless it is an integer from ``low`` to 1 PiB.
+def _check_bytes(
+    field: str, value: object, *, low: int, max_gib: int = MAX_GIB_OF_HOST, high: int = MAX_BYTES
+) -> int:
+    """Return ``value`` as an int. Raises ``ValueError`` unless it is an integer from ``low`` to ``high``.
 
-    A number that is too small for bytes is refused, and its fix takes it for GiB, or for the MiB that
-    ``nvidia-smi`` prints.
+    A number that is too small for bytes is refused, and its fix takes it for GiB up to ``max_gib``, above for
+    the MiB that ``nvidia-smi`` prints.
     """
     number = convert_numpy_number(value)
-    if isinstance(number, int) and not isinstance(number, bool) and 0 < number < 2**20:
-        unit = 2**30 if number < 2**16 else 2**20
-        allowed = f"bytes, {'0 or ' if not low else ''}a whole number from {2**20:,} to {MAX_BYTES:,}"
-        refuse(field, number, allowed, Value(number * unit))
-    return check_integer(field, value, low=low, high=MAX_BYTES)
+    if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 2**20:
+        unit = 2**30 if number <= max_gib else 2**20
+        allowed = f"bytes, {'0 or ' if not low else ''}a whole number from {2**20:,} to {high:,}"
+        refuse(field, number, allowed, Value(min(max(round(number * unit), 2**20), high)))
+    return check_integer(field, value, low=low, high=high)
 
 
 def _find_similar_cluster(text: str) -> str | None:

@@ -36,6 +36,9 @@ _NAMES_ELSEWHERE = {
     "num_steps": ("steps", "max_steps", "train_iters"),
     "num_epochs": ("epochs", "max_epochs", "num_train_epochs"),
     "arguments": ("args",),
+    # submitit's and other schedulers' options of a job
+    "time": ("time_limit", "timeout_min", "minutes", "max_time"),
+    "partition": ("queue",),
     # Slurm's and Ray's GPUs of a node, GPT-2's and Megatron-LM's sizes of a model
     "gpus_per_node": ("num_gpus", "n_gpus", "ngpus", "nproc_per_node", "num_gpus_per_node"),
     "num_nodes": ("nodes", "nnodes"),

@@ -9,6 +9,7 @@ folder for the first attempt, and in ``attempts/<n>/`` for later ones (``RunFold
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,9 +129,10 @@ def _find_end_without_lead(folder: RunFolder) -> dict[str, object]:
     failed = next((end for end in ends if end.get("status") == "failed"), None)
     if failed is not None:
         # Without node 0 a rank of another node only says that its connection was closed.
-        lead = NodeFolder(folder.path, 0, attempt=folder.fixed_attempt).title
         reason = str(failed.get("reason"))
-        if f"{lead} is lost" not in reason:
+        # With its name only for those who have its record.
+        if not re.search(r"\bnode 0( \(.*?\))? is lost", reason):
+            lead = NodeFolder(folder.path, 0, attempt=folder.fixed_attempt).title
             reason = f"{lead} left no record of its end, so it was lost or killed; another node: {reason}"
         return {**failed, "reason": reason}
     reason = "it left no record of its end: a node was lost, or its processes were killed without notice"

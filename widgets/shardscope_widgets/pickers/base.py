@@ -287,7 +287,10 @@ def parse_size(field: str, text: str, unit: str, least: float, most: float, exam
 
 def parse_bytes(field: str, text: str) -> int:
     """Convert GiB that the user typed to bytes. Raises ``ValueError``."""
-    return round(parse_size(field, text, "GiB", 0, MAX_BYTES / 2**30, 1024) * 2**30)
+    number = parse_size(field, text, "GiB", 0, MAX_BYTES / 2**30, 1024)
+    if 0 < number < 0.001:  # The cluster would take so few bytes for GiB.
+        refuse(field, text, "0 or a number of GiB from 0.001", "0.001")
+    return round(number * 2**30)
 
 
 def parse_rate(text: str) -> float | str:

@@ -83,6 +83,7 @@ def test_invalid_size_is_reported_at_its_input_and_keeps_the_value(box: str, typ
     ("box", "typed", "shown"),
     [
         ("host", "much", "Allowed: a number of GiB from 0 to 1,048,576. Fix: 1,024."),
+        ("host", "0.0001", "Allowed: 0 or a number of GiB from 0.001. Fix: 0.001."),
         ("host", "1e9", "Allowed: a number of GiB from 0 to 1,048,576. Fix: 1,048,576."),
         ("speed", "fast", "Allowed: a number of GB/s from 0.001 to 10,000. Fix: 10."),
         ("speed", "0", "Allowed: a number of GB/s from 0.001 to 10,000. Fix: 0.001."),

@@ -26,6 +26,7 @@ from shardscope.memory.activations.modules.attention import (
     list_latent_ranks,
     list_latent_tensors,
     list_query_key_norms,
+    list_windows,
     passes_mask,
     resolve_attention,
 )
@@ -152,12 +153,13 @@ def compute_layer_activations(
     """
     if joins:
         modules = modules._replace(joins_by_heads=True)
-    if modules.windowed is None and _mixes_windows(architecture, modules):
+    windows = list_windows(architecture, modules)
+    if len(windows) > 1:
         with_window, without_window = (
             compute_layer_activations(
                 architecture, moe, modules._replace(windowed=windowed), recompute, tp, num_stream_shards
             )
-            for windowed in (True, False)
+            for windowed in windows
         )
         return _average_windows(architecture, with_window, without_window)
     # All that autograd saves on this rank.
@@ -247,15 +249,6 @@ def compute_kept_for_recomputation(
     if modules.int8_base:
         kept_bytes += compute_int8_inputs(arch, moe, modules, recompute)
     return kept_bytes
-
-
-def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
-    """Return whether only some layers have a sliding window, and so save a mask."""
-    return (
-        modules.kernels != "megatron"
-        and not is_eager(architecture, modules)
-        and 0 < architecture.sliding_window_layers < architecture.num_hidden_layers
-    )
 
 
 @lru_cache(maxsize=4096)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.memory.activations.forward import LayerActivations
     from shardscope.memory.activations.modules.saved_tensors import Modules
-    from shardscope.memory.activations.stage_activations import TransformersActivations
+    from shardscope.memory.activations.stage_activations import LayersOfKind, TransformersActivations
 
 
 class LayerBackward(NamedTuple):
@@ -55,8 +55,10 @@ class LayerBackward(NamedTuple):
     """At the weighting of the experts' rows, before any expert weight has a gradient. Equals ``at_product``
     in a dense layer."""
     at_scores: int
-    """At attention's scores, after the routed experts' backward, less the experts' saved tensors; 0 if scores
-    are not materialized, and in a dense layer, whose ``at_product`` includes them."""
+    """At attention's scores, after the feed-forward's backward, less what it has freed; 0 if scores are not
+    materialized."""
+    freed_rows: int
+    """Freed by then, too: tensors as wide as the residual stream, which tensor parallelism does not shard."""
 
 
 class LargestLayer(NamedTuple):
@@ -72,7 +74,7 @@ class LargestLayer(NamedTuple):
     """The same at the weighting of experts' rows, before any gradient; equals ``at_product`` in a dense
     layer."""
     at_scores: int
-    """The same at attention's scores, after the routed experts' backward; 0 in a dense layer, or if fused."""
+    """The same at attention's scores, after the feed-forward's backward; 0 if attention is fused."""
     at_norm_after: int
     """The same at a norm after the feed-forward, whose backward is the layer's first; 0 if there is none."""
     recomputed: int
@@ -87,10 +89,14 @@ def list_candidate_depths(deepest: int) -> list[int]:
     return depths if is_array(deepest) else sorted(set(depths))
 
 
-def find_largest_layer(stage: TransformersActivations) -> LargestLayer:
-    """Return the stage's layer with the most activations, and its bytes in backward."""
-    arch, modules, tokens = stage.plan.architecture, stage.modules, stage.tokens
-    layer, tp = _find_most_activations(stage), stage.plan.degrees.tp
+def find_largest_layer(stage: TransformersActivations, windowed: bool | None = None) -> LargestLayer:
+    """Return the stage's layer with the most activations, and its bytes in backward.
+
+    ``windowed``: only layers with a sliding window, or without one; None: any.
+    """
+    arch, modules, tokens = stage.plan.architecture, stage.modules._replace(windowed=windowed), stage.tokens
+    kinds = stage.kinds if windowed is None else stage.list_kinds(modules)
+    layer, tp = _find_most_activations(kinds), stage.plan.degrees.tp
     # Layers with experts come last, and so first in backward.
     ends_in_experts = count_layers_by_kind(arch, stage.stage)[-1][0]
     is_recomputed = stage.plan.recipe.recompute in ("full", "selective")
@@ -115,10 +121,14 @@ def find_largest_layer(stage: TransformersActivations) -> LargestLayer:
         ),
         at_expert_weights=compute_on_rank(peak.at_expert_weights),
         at_expert_rows=compute_on_rank(peak.at_expert_rows),
-        at_scores=where(peak.at_scores == 0, 0, compute_on_rank(peak.at_scores)),
+        at_scores=where(
+            peak.at_scores == 0,
+            0,
+            compute_on_rank(peak.at_scores) - tokens * ceil_div(peak.freed_rows, stage.num_stream_shards),
+        ),
         at_norm_after=_compute_at_norm_after(stage, layer.recomputed),
         recomputed=tokens * layer.recomputed,
-        most_recomputed=tokens * maximum(*(kind.activations.recomputed for kind in stage.kinds)),
+        most_recomputed=tokens * maximum(*(kind.activations.recomputed for kind in kinds)),
     )
 
 
@@ -130,11 +140,11 @@ def _compute_at_norm_after(stage: TransformersActivations, recomputed: int) -> i
     return stage.tokens * (ceil_div(stream + norm, stage.num_stream_shards) + recomputed)
 
 
-def _find_most_activations(stage: TransformersActivations) -> LayerActivations:
-    """Return the stage's layer with the most saved and recomputed activations."""
+def _find_most_activations(kinds: list[LayersOfKind]) -> LayerActivations:
+    """Return the layer with the most saved and recomputed activations."""
     # Elementwise over arrays of plans, in which a stage may have no layer of a kind.
-    largest = stage.kinds[0]
-    for kind in stage.kinds[1:]:
+    largest = kinds[0]
+    for kind in kinds[1:]:
         layer, other = kind.activations, largest.activations
         is_larger = layer.saved + layer.recomputed > other.saved + other.recomputed
         is_chosen = (kind.num_layers > 0) & (is_larger | (largest.num_layers == 0))
@@ -185,15 +195,20 @@ def compute_layer_backward(
         at_product = stream + inner - rows * hidden * width
         # After the backward of the experts and their norm, eager attention may need more.
         scores = _compute_score_gradients(arch, modules)
-        at_scores = stream + scores - hidden * (2 * FP32 + 2 * c) - saved if scores else 0
-        return LayerBackward(at_product, stream, stream + both - saved, stream + weighted, at_scores)
+        at_scores = stream + scores - saved if scores else 0
+        freed_rows = hidden * (2 * FP32 + 2 * c) if scores else 0
+        return LayerBackward(
+            at_product, stream, stream + both - saved, stream + weighted, at_scores, freed_rows
+        )
     inner = arch.intermediate_size * (
         c * count_inner_gradients(arch, modules) - compute_dropped_mask(arch, modules)
     )
     # A norm after the feed-forward has had its backward.
     inner -= compute_norm_after_saved(arch, modules)
-    at_product = stream + max(inner, _compute_attention_excess(arch, modules))
-    return LayerBackward(at_product, stream, at_product, at_product, 0)
+    at_product = stream + inner
+    return LayerBackward(
+        at_product, stream, at_product, at_product, *_compute_dense_scores(arch, modules, stream)
+    )
 
 
 def compute_dropped_mask(arch: Architecture, modules: Modules) -> int:
@@ -205,16 +220,19 @@ def compute_dropped_mask(arch: Architecture, modules: Modules) -> int:
     )
 
 
-def _compute_attention_excess(arch: Architecture, modules: Modules) -> int:
-    """Return the bytes of unfused attention's backward: gradients of probabilities, softmax and soft cap."""
-    if not compute_saved_scores(arch, modules):
-        return 0
+def _compute_dense_scores(arch: Architecture, modules: Modules, stream: int) -> tuple[int, int]:
+    """Return the bytes of unfused attention's backward in a dense layer: gradients of probabilities, softmax
+    and soft cap, and of the stream, less what the feed-forward has freed, without rows as wide as the stream;
+    and these rows. Both are 0 for a fused kernel."""
     scores = _compute_score_gradients(arch, modules)
+    if not scores:
+        return 0, 0
     if has_one_key_head(arch):
         # Falcon's feed-forward is parallel to attention, and reads the same norm's output.
         branches = 1 + modules.inner_copies("dense_4h_to_h")
-        return max(0, scores - branches * arch.intermediate_size * modules.compute)
-    return max(0, scores - _compute_freed_after_attention(arch, modules))
+        return stream + scores - branches * arch.intermediate_size * modules.compute, 0
+    freed, freed_rows = _compute_freed_after_attention(arch, modules)
+    return stream + scores - freed, freed_rows
 
 
 def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
@@ -228,11 +246,12 @@ def _compute_score_gradients(arch: Architecture, modules: Modules) -> int:
     return num_scores * FP32 * (1 if modules.dropout else 2)
 
 
-def _compute_freed_after_attention(arch: Architecture, modules: Modules) -> int:
-    """Return bytes freed before attention's backward: dense feed-forward, its norms and output projection."""
+def _compute_freed_after_attention(arch: Architecture, modules: Modules) -> tuple[int, int]:
+    """Return bytes freed before attention's backward: those of the dense feed-forward and the output
+    projection, and those of norms and the copies that projections read."""
     c, hidden = modules.compute, arch.hidden_size
     normed = FP32 if find_family(arch).scales_before_cast else modules.stream
     norms = (arch.norms_per_layer - 1) * (hidden * FP32 + FP32 + hidden * normed * modules.trained)
     copies = modules.stream_copies(*list_stream_readers(arch)[1]) * hidden * c
     output = modules.inner_copies(list_parameter_names(arch).output) * get_attention_widths(arch).output * c
-    return count_mlp_copies(arch, modules) * arch.intermediate_size * c + norms + copies + output
+    return count_mlp_copies(arch, modules) * arch.intermediate_size * c + output, norms + copies

@@ -72,8 +72,9 @@ class StageBackward(NamedTuple):
     """Returns the formula and source of the layers' saved activations."""
     find_layer_order: Callable[[], LayerOrder]
     """Returns the layers one by one, for frameworks that treat layers differently."""
-    find_largest_layer: Callable[[], LargestLayer]
-    """Returns the largest layer, for frameworks that use it for all layers."""
+    find_largest_layer: Callable[[bool | None], LargestLayer]
+    """Returns the largest layer, for frameworks that use it for all layers; with or without a sliding window,
+    or any (None)."""
 
 
 class LayersOfKind(NamedTuple):
@@ -93,7 +94,7 @@ class TransformersActivations:
         self.tokens = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
         self.num_stream_shards = where(plan.layout.splits_sequence, degrees.tp, 1)
         """Number of shards of the residual stream: tp with sequence parallelism."""
-        self.kinds = self._list_kinds()
+        self.kinds = self.list_kinds(modules)
         self.num_chunks, self.chunks_in_flight = count_in_flight(plan, stage.number)
         # A micro-batch in flight keeps the saved tensors of one chunk of the stage's layers.
         saved = sum([kind.num_layers * kind.activations.saved for kind in self.kinds])
@@ -166,28 +167,31 @@ class TransformersActivations:
 
     # ---- Layers ----
 
-    def _compute_layer(self, moe: bool, recompute: str) -> LayerActivations:
+    def _compute_layer(self, moe: bool, recompute: str, modules: Modules) -> LayerActivations:
         """Return the activations of one layer of a kind. Bytes per token."""
-        compute = partial(compute_layer_activations, self.plan.architecture, moe, self.modules, recompute)
+        compute = partial(compute_layer_activations, self.plan.architecture, moe, modules, recompute)
         # torch's ring attention (cp > 1) concatenates the output of sequence chunks.
         joins = 0
         if self.plan.layout.joins_attention_by_heads:
             joins = where(self.plan.degrees.cp > 1, 1, 0)
         return map_distinct(compute, self.plan.degrees.tp, self.num_stream_shards, joins)
 
-    def _list_kinds(self) -> list[LayersOfKind]:
-        """Return the layers of each kind on the stage, recomputed or offloaded ones first."""
+    def list_kinds(self, modules: Modules) -> list[LayersOfKind]:
+        """Return the layers of each kind on the stage, recomputed or offloaded ones first.
+
+        All layers count as if they ran ``modules``, which may be those of layers with a sliding window.
+        """
         recompute, interval = self.plan.recipe.recompute, self.plan.recipe.recompute_interval
         # Without recomputation, or without an interval, all layers of a kind are alike.
         interval = 1 if recompute == "none" else interval
         by_kind = count_recomputed_by_kind(self.plan.architecture, self.stage, interval)
         kinds = [
-            LayersOfKind(recomputed, self._compute_layer(moe, recompute), recompute)
+            LayersOfKind(recomputed, self._compute_layer(moe, recompute, modules), recompute)
             for moe, _, recomputed in by_kind
         ]
         if interval > 1:
             kinds += [
-                LayersOfKind(num_layers - recomputed, self._compute_layer(moe, "none"), "none")
+                LayersOfKind(num_layers - recomputed, self._compute_layer(moe, "none", modules), "none")
                 for moe, num_layers, recomputed in by_kind
             ]
         return kinds

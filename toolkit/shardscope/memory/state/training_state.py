@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +44,15 @@ class PeakCandidate:
     """Logits at the forward or backward of the loss."""
     phase: Phase = "backward"
     """``forward`` if a collective in forward needs more memory than the end of forward."""
+
+    def keep_where(self, condition: bool) -> PeakCandidate:
+        """Return this candidate with 0 bytes where ``condition`` is false, in an array of plans."""
+        return replace(
+            self,
+            activations=condition * self.activations,
+            gather=condition * self.gather,
+            gradients=condition * self.gradients,
+        )
 
     @classmethod
     def from_terms(

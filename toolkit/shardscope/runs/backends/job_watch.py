@@ -65,8 +65,10 @@ LIMIT_ADVICE = {
         "too little is left of the budget of your account or QOS for this job with its time limit; "
         f"{ANOTHER_TARGET} ss.Slurm(account=, qos=) or a shorter time=; {LIMITS}"
     ),
-    re.compile(r"(QOS|Assoc)(Grp|Max)\w+|Max\w+PerAccount"): (
-        f"it starts when other jobs of your user, account or QOS have ended; {LIMITS}"
+    # The same reason as for a request that is itself above the limit (src/slurmctld/acct_policy.c).
+    re.compile(r"(QOS|Assoc)(Grp|Max)\w+|Max\w+Per(Account|User)"): (
+        "it starts when other jobs of your user, account or QOS have ended, or never if it alone is above "
+        f"the limit; {LIMITS}"
     ),
 }
 """The same about limits that are set in Slurm's accounting, by the first pattern of their names."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shardscope.core.errors import FieldError, Value, find_similar, refuse
 from shardscope.core.fixes import refuse_unknown_keywords
+from shardscope.core.other_names import find_by_other_name
 from shardscope.records.json_values import is_int
 from shardscope.records.redaction import redact
 from shardscope.runs.backends.ray.target import Ray
@@ -78,7 +79,8 @@ def _name_place_of_options(kind: type[Slurm]) -> type[Slurm]:
     @wraps(initialize)
     def initialize_checked(self: Slurm, *args: object, **values: object) -> None:
         for name in values:
-            if name not in fields and OPTION.fullmatch(name) and find_similar(name, fields) is None:
+            similar = find_by_other_name(name, fields) or find_similar(name, fields)
+            if name not in fields and OPTION.fullmatch(name) and similar is None:
                 is_set = name.replace("_", "-") in SET_BY_LAUNCH
                 fix = "leave it out: the plan's cluster and the launch set it"
                 allowed = f"{', '.join(fields)}; other options of sbatch are in extra"

@@ -181,8 +181,9 @@ def replace_on_all_nodes(
     ``raise_together`` gets this rank's error, and raises on all ranks if one has any.
     """
     error: OSError | None = None
+    is_writer = writes_folder()
     try:
-        if writes_folder():
+        if is_writer:
             _move_into_place(temporary, path)
     except OSError as raised:
         error = raised
@@ -190,13 +191,16 @@ def replace_on_all_nodes(
         raise_together(error)
     # Not the error of a collective whose other ranks are lost: the folder is complete then.
     except (OSError, OtherRankError):
-        if writes_folder() and error is None:
+        if is_writer and error is None:
             with contextlib.suppress(OSError):
                 path.rename(temporary)
                 _restore_old(path)
         raise
-    if writes_folder():
-        shutil.rmtree(_name_old(path), ignore_errors=True)
+    finally:
+        # Also if other ranks are lost: a run ends then, and nothing else would delete the older one.
+        with contextlib.suppress(OSError):
+            if is_writer and path.exists():
+                shutil.rmtree(_name_old(path), ignore_errors=True)
 
 
 def _move_into_place(temporary: Path, path: Path) -> None:

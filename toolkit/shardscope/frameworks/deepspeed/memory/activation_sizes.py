@@ -12,7 +12,7 @@ from shardscope.frameworks.deepspeed.memory.partition_parameters import shards_t
 from shardscope.memory.activations.forward import compute_layer_activations, compute_unsaved_at_start
 from shardscope.memory.activations.head import resolve_loss
 from shardscope.memory.activations.largest_layer import compute_layer_backward
-from shardscope.memory.activations.modules.attention import compute_saved_scores
+from shardscope.memory.activations.modules.attention import compute_saved_scores, list_windows
 from shardscope.memory.activations.modules.experts import get_expert_row_widths
 
 if TYPE_CHECKING:
@@ -36,20 +36,22 @@ class ActivationSizes(NamedTuple):
     """Activation product of a dense feed-forward, the input of its down projection."""
     down_projection: int
     """Elements of the down projection, whose gradient is computed while the product is still alive."""
-    adapts_before_peak: bool
-    """Whether an adapter has its gradient before the layer's maximum: that of the down projection, or any but
-    those of queries, keys and values if the maximum is in attention."""
+    adapts_down: bool
+    """Whether an adapter has its gradient before the feed-forward's maximum: that of the down projection."""
+    adapts_before_scores: bool
+    """Whether an adapter has its gradient before attention's scores: any but those of queries, keys and
+    values."""
     adapter_inputs: int
     """Gradients of the stream and of the adapters' inputs in a dense layer, on top of its saved tensors; 0
     unless the feed-forward's first matrices have adapters and the down projection has none."""
     unsaved: int
     """Tensors that the first layer with adapters does not save when it is recomputed."""
+    windowed: bool | None
+    """Whether these are the sizes of layers with a sliding window or without one; None: of all layers."""
     num_layers: int
     """Number of layers of the stage."""
     num_moe_layers: int
     """Number of these with routed experts; they come last."""
-    peaks_in_scores: bool
-    """Whether a layer's maximum is in attention, with materialized scores, and not in its feed-forward."""
     has_scores: bool
     """Whether attention scores are materialized."""
     fetches_one_by_one: bool
@@ -64,21 +66,25 @@ class ActivationSizes(NamedTuple):
     """One of this many layers is recomputed or offloaded; 1: all or none."""
 
 
-def compute_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> ActivationSizes:
+def list_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> list[ActivationSizes]:
+    """Return the sizes of ``stage``: with a sliding window and without, if layers differ in that."""
+    windows = list_windows(plan.architecture, modules)
+    return [_compute_sizes(plan, stage, modules._replace(windowed=windowed)) for windowed in windows]
+
+
+def _compute_sizes(plan: Plan, stage: Stage, modules: Modules) -> ActivationSizes:
     """Return the sizes of ``stage``, operator by operator, as transformers' modules run."""
     arch = plan.architecture
     recipe, tp = plan.recipe, plan.degrees.tp
+    names, targets = list_parameter_names(arch), set(modules.targets or ())
     tokens = recipe.micro_batch_size * recipe.seq_len
     vocab = ceil_div(arch.vocab_size, tp if shards_tied_head(arch) else 1)
     has_whole_logits = resolve_loss(plan) == "full"
     layer = compute_layer_backward(arch, False, modules)
     feed_forward, inner = layer.at_product - layer.stream_gradient, arch.intermediate_size * modules.compute
-    # Materialized scores may be larger than the feed-forward's activations.
-    has_scores = compute_saved_scores(arch, modules) > 0
-    peaks_in_scores = has_scores and feed_forward > (2 if arch.gated_mlp else 3) * inner
     # What the feed-forward has freed at the gradient of its down, up and gate projection.
     if arch.gated_mlp:
-        has_fused_gate_up = list_parameter_names(arch).fused_gate_up is not None
+        has_fused_gate_up = names.fused_gate_up is not None
         freed_later = (2 * inner,) if has_fused_gate_up else (inner, 3 * inner)
     else:
         freed_later = (inner,)
@@ -97,12 +103,13 @@ def compute_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> Acti
         freed=freed,
         product=ceil_div(tokens * inner, tp),
         down_projection=ceil_div(arch.intermediate_size * arch.hidden_size, tp),
-        adapts_before_peak=_adapts_before_peak(arch, modules, peaks_in_scores),
+        adapts_down=names.down in targets,
+        adapts_before_scores=not targets.isdisjoint((names.down, names.output, *list_mlp_inputs(arch))),
         adapter_inputs=tokens * adapter_inputs * _adapts_only_mlp_inputs(arch, modules),
+        windowed=modules.windowed,
         num_layers=stage.num_layers,
         num_moe_layers=stage.num_moe_layers,
-        peaks_in_scores=peaks_in_scores,
-        has_scores=has_scores,
+        has_scores=compute_saved_scores(arch, modules) > 0,
         fetches_one_by_one=_fetches_one_by_one(plan, modules),
         attention=tokens * map_distinct(lambda tp: _compute_attention_bytes(arch, modules, tp), tp),
         leaf_rows=ceil_div(tokens * _compute_leaf_rows(arch, modules), tp),
@@ -118,12 +125,6 @@ def _compute_leaf_rows(arch: Architecture, modules: Modules) -> int:
     if experts is None or not modules.trained or not find_family(arch).is_zero3_leaf:
         return 0
     return experts.num_experts_per_tok * arch.hidden_size * get_expert_row_widths(arch, modules)[0]
-
-
-def _adapts_before_peak(arch: Architecture, modules: Modules, peaks_in_scores: bool) -> bool:
-    names = list_parameter_names(arch)
-    earlier = (names.output, *list_mlp_inputs(arch)) if peaks_in_scores else ()
-    return not set(modules.targets or ()).isdisjoint((names.down, *earlier))
 
 
 def _adapts_only_mlp_inputs(arch: Architecture, modules: Modules) -> bool:

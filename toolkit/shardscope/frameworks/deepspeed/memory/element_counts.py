@@ -38,7 +38,7 @@ from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import
     find_first_failure,
 )
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure, get_nvme_options
-from shardscope.frameworks.deepspeed.memory.peaks import BackwardPart, PhaseElements
+from shardscope.frameworks.deepspeed.memory.phases import BackwardPart, PhaseElements
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import (
     Stage3Traffic,
     simulate_step,
@@ -51,6 +51,7 @@ from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import 
     reduce_after_backward,
     reduce_in_backward,
 )
+from shardscope.memory.activations.modules.attention import find_window_layers
 from shardscope.memory.report import Term
 from shardscope.memory.state.stages import (
     Stage,
@@ -131,7 +132,8 @@ class ElementCounts(NamedTuple):
     head_at_logits: PhaseElements
     """The same part, while the logits' gradient exists."""
     layers: tuple[LayerPhases, ...]
-    """Backward of four layers: the first in backward order, the second, the last and the largest."""
+    """Backward of four layers: the first in backward order, the second, the last and the largest; and of the
+    first layer in forward order without a sliding window, if only some layers have one."""
     layers_before_largest: int
     """Number of layers that backward passes before the (first) largest one."""
     embedding: PhaseElements
@@ -345,7 +347,10 @@ def _count_elements(
     next_layers = [*(layer.first_gradient for layer in layers[1:]), embedding.first_gradient]
     totals = [layer.peak.total for layer in layers]
     largest_layer = totals.index(max(totals))
-    chosen = (0, min(1, len(layers) - 1), len(layers) - 1, largest_layer)
+    chosen = [0, min(1, len(layers) - 1), len(layers) - 1, largest_layer]
+    if 0 < arch.sliding_window_layers < arch.num_hidden_layers:
+        windows = find_window_layers(arch.num_hidden_layers, arch.sliding_window_layers)[: len(layers)]
+        chosen.append(len(layers) - 1 - (windows.index(False) if False in windows else 0))
     return ElementCounts(
         trained=tensors.trained.total + tensors.experts.total,
         frozen=frozen,
@@ -402,13 +407,16 @@ def _count_reduction_buckets(
     if settings.stage == 3:
         model = build_traced_model(arch, adapters, dense_layers, moe_layers)
         return simulate_step(model, ranks, settings.recompute_interval, settings.options).buckets
-    # In the order of backward, or in model order after it.
+    # In the order of backward, or group by group after it, matrices first.
     tensors = list_tensors(arch, adapters, tp, ep, dense_layers, moe_layers, is_first, is_last)
     dense = partition_flat_buffers(tensors.trained, ranks, settings.half, tensors.is_vector)
     options = _build_reduction_options(settings, dense)
     gradients = place_gradients(tensors.trained, tensors.is_vector, options.partitions)
     if settings.stage == 2 or settings.overlaps:
         gradients = tuple(gradients[index] for index in tensors.gradient_order)
+    elif any(tensors.is_vector):
+        by_group = sorted(range(len(gradients)), key=tensors.is_vector.__getitem__)
+        gradients = tuple(gradients[index] for index in by_group)
     return count_buckets(gradients, options.bucket_size, finds_busiest=options.norm_width > 0)
 
 

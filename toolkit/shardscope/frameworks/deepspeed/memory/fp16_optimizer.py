@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import all_true
 from shardscope.core.precision import FP32
-from shardscope.frameworks.deepspeed.memory.activation_sizes import compute_activation_sizes
+from shardscope.frameworks.deepspeed.memory.activation_sizes import list_activation_sizes
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import find_largest_copy
-from shardscope.frameworks.deepspeed.memory.peaks import (
-    ZeroBuffers,
-    find_backward_peaks,
-)
+from shardscope.frameworks.deepspeed.memory.peaks import find_backward_peaks
+from shardscope.frameworks.deepspeed.memory.phases import ZeroBuffers
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import NOT_PARTITIONED
 from shardscope.memory.report import Term
 from shardscope.memory.state.optimizers import compute_flat_state, compute_flat_working
@@ -70,7 +68,7 @@ def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         gather_forward=NOT_PARTITIONED,
         group_sizes=rank.group_sizes,
         find_backward_peaks=lambda backward: find_backward_peaks(
-            counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
+            counts, backward, half, list_activation_sizes(plan, stage, backward.modules), buffers
         ),
         optimizer_working=Term(
             update,
@@ -131,6 +129,6 @@ def _compute_bf16_optimizer_state(plan: Plan, stage: Stage, rank: RankCounts) ->
         gather_forward=NOT_PARTITIONED,
         group_sizes=rank.group_sizes,
         find_backward_peaks=lambda backward: find_backward_peaks(
-            counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
+            counts, backward, half, list_activation_sizes(plan, stage, backward.modules), buffers
         ),
     )

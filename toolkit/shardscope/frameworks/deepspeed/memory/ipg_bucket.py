@@ -179,7 +179,10 @@ class Reduction(NamedTuple):
 def list_reductions(
     sizes: tuple[int, ...], is_vector: tuple[bool, ...], options: ReductionOptions
 ) -> list[Reduction]:
-    """Return the reductions of all gradients in model order: :func:`count_reduction_copies` over arrays."""
+    """Return the reductions of all gradients after backward: :func:`count_reduction_copies` over arrays.
+
+    They are reduced group by group (``reduce_gradients``): matrices, then vectors, each in model order.
+    """
     sizes_of, vectors, ends = _place_in_arrays(sizes, is_vector)
     if not len(sizes_of):
         return []
@@ -214,12 +217,13 @@ def list_reductions(
 def _place_in_arrays(
     sizes: tuple[int, ...], is_vector: tuple[bool, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-    """Return size, kind and end in the flat buffer of each gradient with elements, as arrays."""
+    """Return size, kind and end in the flat buffer of each gradient with elements, matrices first."""
     all_sizes = np.array(sizes, np.int64)
     flags = np.array(is_vector, bool) if is_vector else np.zeros(len(sizes), bool)
     ends = np.where(flags, np.cumsum(all_sizes * flags), np.cumsum(all_sizes * ~flags))
-    has_elements = all_sizes > 0
-    return all_sizes[has_elements], flags[has_elements], ends[has_elements]
+    by_group = np.argsort(flags, kind="stable")
+    order = by_group[all_sizes[by_group] > 0]
+    return all_sizes[order], flags[order], ends[order]
 
 
 def count_reduction_copies(bucket: Sequence[FlatGradient], options: ReductionOptions) -> int:

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from shardscope.families.parameter_names import list_attention_inputs, list_parameter_names
+from shardscope.families.parameter_names import (
+    list_attention_inputs,
+    list_mlp_inputs,
+    list_parameter_names,
+)
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import find_family
 from shardscope.frameworks.deepspeed.memory.partition_parameters import split_norms
@@ -83,14 +87,20 @@ def build_layer_call(arch: Architecture, adapters: Recipe | None, moe: bool, is_
     names = list_parameter_names(arch)
     build_call = _module_call_builder(arch, adapters, moe, modules, is_first)
     # Calls are built in forward order: the builder tracks where the first adapter is.
-    norms = [build_call(path) for path in modules if "." not in path and path != names.attention]
+    norms = [path for path in modules if "." not in path and path != names.attention]
+    norms_before, norms_between, norms_behind = split_norms(arch, norms)
+    before = [build_call(path) for path in norms_before]
     in_attention = [path for path in modules if path.startswith(f"{names.attention}.")]
     # Norms of query and key are registered after the output projection, and called before it.
     in_attention.sort(key=lambda path: path == f"{names.attention}.{names.output}")
     attention = [_mark_attention(build_call(path)) for path in in_attention]
+    attention_params = tuple(modules.get(names.attention, ()))
+    between = [build_call(path) for path in norms_between]
     feed_forward = [path for path in modules if path.startswith("mlp.")]
     if moe and find_family(arch).is_zero3_leaf:
-        return _build_leaf_layer(arch, adapters, norms, attention, [modules[path] for path in feed_forward])
+        leaf = _build_leaf(arch, adapters, [modules[path] for path in feed_forward])
+        behind = [build_call(path) for path in norms_behind]
+        return ModuleCall((), (*before, ModuleCall((), tuple(attention)), *between, leaf, *behind))
     shared = [path for path in feed_forward if path.startswith(f"{names.shared_experts}.")]
     mlp = [build_call(path) for path in feed_forward if path not in shared]
     dropout = [NO_PARAMS] * find_family(arch).has_dropout_modules
@@ -101,32 +111,23 @@ def build_layer_call(arch: Architecture, adapters: Recipe | None, moe: bool, is_
         gate, *up_and_down = (build_call(path) for path in shared)
         # DeepSeek calls its shared experts after the routed ones; Qwen's are modelled in the same order.
         mlp.insert(2, ModuleCall((), (gate, NO_PARAMS, *up_and_down)))
-    before, between, behind = split_norms(arch, norms)
-    attention_params = tuple(modules.get(names.attention, ()))
+    behind = [build_call(path) for path in norms_behind]
     attention_call = ModuleCall(attention_params, (*attention, *dropout), adapters is None)
     mlp_call = ModuleCall((), (*mlp, *dropout))
     return ModuleCall((), (*before, attention_call, *between, mlp_call, *behind))
 
 
-def _build_leaf_layer(
-    arch: Architecture,
-    adapters: Recipe | None,
-    norms: list[ModuleCall],
-    attention: list[ModuleCall],
-    feed_forward: list[list[int]],
-) -> ModuleCall:
-    """Return the call tree of a layer whose feed-forward is a ZeRO-3 leaf, without hooks inside."""
+def _build_leaf(arch: Architecture, adapters: Recipe | None, feed_forward: list[list[int]]) -> ModuleCall:
+    """Return the call of a feed-forward that is a ZeRO-3 leaf, without hooks inside."""
     if find_family(arch).registers_router_last:
         # The router is registered after the experts, and so all-gathered after them.
         feed_forward = [*feed_forward[1:], *feed_forward[:1]]
     params = tuple(size for sizes in feed_forward for size in sizes)
     # The routed experts' first matrices are the largest tensor; their last ones follow.
     largest = max(range(len(params)), key=params.__getitem__)
-    leaf = ModuleCall(
+    return ModuleCall(
         params, (), adapters is None, (largest, largest + 1), is_feed_forward=True, is_leaf=True
     )
-    before, between, behind = split_norms(arch, norms)
-    return ModuleCall((), (*before, ModuleCall((), tuple(attention)), *between, leaf, *behind))
 
 
 def _module_call_builder(
@@ -142,7 +143,11 @@ def _module_call_builder(
     linears: dict[str, list[tuple[int, int]]] = {}
     for linear, shape in arch.layer_linears(find_first_layer(arch, moe)):
         linears.setdefault(linear, []).append(shape)
-    inputs = list_attention_inputs(arch)
+    # In the first layer, the projections whose input needs no gradient: no adapter has been met before it.
+    names, reads_frozen = list_parameter_names(arch), set(list_attention_inputs(arch))
+    in_attention = {path.rpartition(".")[2] for path in modules if path.startswith(f"{names.attention}.")}
+    if arch.parallel_residual or in_attention.isdisjoint(targets):
+        reads_frozen.update(list_mlp_inputs(arch))
     # By branch: whether no adapter was met yet.
     before_adapters = dict.fromkeys((False, True), adapters is not None and is_first)
 
@@ -150,6 +155,7 @@ def _module_call_builder(
         is_parallel_branch = arch.parallel_residual and path.startswith("mlp.")
         has_backward = not before_adapters[is_parallel_branch]
         params, name = tuple(modules[path]), path.rpartition(".")[2]
+        reaches_input = has_backward and not (is_first and adapters is not None and name in reads_frozen)
         is_feed_forward = path.startswith("mlp.") and name not in ("gate", "router", "shared_expert_gate")
         if name == "experts":
             # gpt-oss stores its experts in the layout of the matmul; all others use a transposed view.
@@ -171,15 +177,14 @@ def _module_call_builder(
                 (),
                 adapters is None,
                 saved_views,
-                has_backward,
+                reaches_input,
                 is_feed_forward,
                 has_vector_pairs=has_vector_pair(arch, params),
             )
         output_size, input_size = linears[name].pop(0)
-        reaches_input = has_backward and not (is_first and name in inputs)
         before_adapters[is_parallel_branch] = False
         lora_a, lora_b = (adapters.adapter_rank * size for size in (input_size, output_size))
-        base = ModuleCall(params, (), False, saved_views, reaches_input)
+        base = ModuleCall(params, (), False, saved_views, reaches_input, is_feed_forward)
         return ModuleCall((), (base, NO_PARAMS, ModuleCall((lora_a,)), ModuleCall((lora_b,))))
 
     return build_call

@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_gib
-from shardscope.core.ops import any_true, is_array, maximum, pick_largest_row, where
+from shardscope.core.ops import any_true, is_array, maximum, minimum, pick_largest_row, where
+from shardscope.frameworks.deepspeed.memory.phases import PhaseElements, ZeroBuffers
 from shardscope.memory.activations.largest_layer import LargestLayer, list_candidate_depths
 from shardscope.memory.report import Phase, Term, sum_parts
 from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
@@ -22,64 +23,6 @@ if TYPE_CHECKING:
     from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, LayerPhases
     from shardscope.memory.activations.layer_order import LayerKind
     from shardscope.memory.activations.stage_activations import StageBackward
-
-
-# ---- What the optimizers count
-
-
-class PhaseElements(NamedTuple):
-    """Elements in one phase of backward, without permanent buffers."""
-
-    staging: int
-    """All-gathered parameters, unreduced gradients and copies of them."""
-    gradients: int
-    """Gradients that stay until the optimizer step."""
-
-    @property
-    def total(self) -> int:
-        return self.staging + self.gradients
-
-
-class BackwardPart(NamedTuple):
-    """Part of backward: the head and final norm, one decoder layer, the embedding, or the final reduction."""
-
-    first_gradient: PhaseElements
-    """At its first gradient; in the head's part, at the norm's gradient."""
-    peak: PhaseElements
-    """At its maximum."""
-    before_attention: PhaseElements | None = None
-    """Between the feed-forward's gradients and attention's, if they are distinguished."""
-    feed_forward: tuple[PhaseElements, ...] = ()
-    """At the gradient of each of the feed-forward's large matrices, if they are distinguished."""
-    attention_output: PhaseElements = PhaseElements(0, 0)
-    """At the maximum after the feed-forward, attention's first gradient included."""
-    at_logits: PhaseElements | None = None
-    """In the head's part, at the maximum while the logits' gradient exists; None: ``peak``. The hook that
-    reduces the head's gradient runs after it is freed."""
-    at_experts: PhaseElements | None = None
-    """At the weighting of experts' rows, with their matrices all-gathered; None: ``first_gradient``."""
-    after_down: PhaseElements | None = None
-    """At the activation's backward, after the gradient of the feed-forward's last matrix, which stays
-    autograd's tensor if it is larger than the bucket; None: ``first_gradient``."""
-
-
-class ZeroBuffers(NamedTuple):
-    """Buffers and gradients on one rank besides activations, in bytes."""
-
-    bucket: int = 0
-    """ipg bucket, allocated at the first gradient."""
-    head_is_first: bool = True
-    """Whether the first gradient is the head's; else the bucket is allocated after the last layer's
-    feed-forward, or, if all weights are trained, from the last layer on."""
-    trains_all: bool = True
-    after_forward: int = 0
-    """All-gathered parameters and bucket at the end of forward; if not 0, the bucket is always allocated."""
-    earlier_gradients: int = 0
-    """Gradients of earlier micro-batches, in addition to those counted part by part."""
-    gradients_at_loss: int = 0
-    """All gradients during the loss's backward."""
-    gathers_in_forward: bool = False
-    """Whether parameters are all-gathered in forward too."""
 
 
 # ---- Peak candidates
@@ -101,13 +44,23 @@ _INSIDE_FORWARD = ("saved by the layers before", "saved, and in use inside one l
 
 
 def find_backward_peaks(
-    counts: ElementCounts, backward: StageBackward, half: int, sizes: ActivationSizes, buffers: ZeroBuffers
+    counts: ElementCounts,
+    backward: StageBackward,
+    half: int,
+    sizes: Sequence[ActivationSizes],
+    buffers: ZeroBuffers,
 ) -> list[PeakCandidate]:
     """Return the peak candidates of the loss's and the layers' backward, and of all-gathers in forward.
 
-    ``counts`` has ZeRO's phases in elements of ``half`` bytes, ``backward`` the saved tensors.
+    ``counts`` has ZeRO's phases in elements of ``half`` bytes, ``backward`` the saved tensors, ``sizes``
+    those of layers with and without a sliding window, if they differ.
     """
-    return _BackwardPeaks(counts, backward, half, sizes, buffers).find_all()
+    first, *others = (_BackwardPeaks(counts, backward, half, one, buffers) for one in sizes)
+    has_scores = any(one.has_scores for one in sizes)
+    peaks = first.find_all(has_scores=has_scores)
+    for other in others:
+        peaks += other.find_in_layers()
+    return peaks
 
 
 def _list_layer_elements(phases: LayerPhases, kind: LayerKind, down_projection: int) -> list[PhaseElements]:
@@ -166,21 +119,33 @@ class _BackwardPeaks:
         # The bucket, if it is allocated before the first gradient.
         self.permanent_bucket = (buffers.after_forward > 0) * buffers.bucket
         self.bucket_at_head = where(buffers.head_is_first, buffers.bucket, self.permanent_bucket)
-        self.largest_layer = backward.find_largest_layer()
+        self.largest_layer = backward.find_largest_layer(sizes.windowed)
         self.has_experts = self.largest_layer.at_expert_weights != self.largest_layer.at_product
 
-    def find_all(self) -> list[PeakCandidate]:
-        """Return the candidates in the order of backward, then those of forward."""
-        counts, peaks = self.counts, self._find_head_peaks()
-        for num_passed, layer in self._choose_layers():
-            peaks += self._find_layer_peaks(num_passed, layer)
+    def find_in_layers(self) -> list[PeakCandidate]:
+        """Return the candidates in the layers' backward."""
+        if self.sizes.windowed is None:
+            return [peak for chosen in self._choose_layers() for peak in self._find_layer_peaks(*chosen)]
+        peaks: list[PeakCandidate] = []
+        for exists, num_passed, phases in self._choose_layers_by_window():
+            in_layer = self._find_layer_peaks(num_passed, phases)
+            peaks += in_layer if exists is True else [peak.keep_where(exists) for peak in in_layer]
+        return peaks
+
+    def find_all(self, *, has_scores: bool) -> list[PeakCandidate]:
+        """Return the candidates in the order of backward, then those of forward.
+
+        ``has_scores``: whether any layer materializes attention scores.
+        """
+        counts = self.counts
+        peaks = [*self._find_head_peaks(), *self.find_in_layers()]
         peaks.append(
             self._build_candidate(0.97, (self.backward.stream_gradient,), _IN_EMBEDDING, counts.embedding)
         )
         peaks += [
             self._build_candidate(0.975, (0,), _NO_ACTIVATIONS, phase) for phase in counts.final_reduction
         ]
-        if self.sizes.has_scores:
+        if has_scores:
             peaks += self._find_forward_score_peaks()
         if self.buffers.gathers_in_forward or self.sizes.fetches_one_by_one:
             peaks.append(self._find_forward_peak())
@@ -280,13 +245,32 @@ class _BackwardPeaks:
             chosen.append(((num_layers - 1) % interval, counts.layers[1]))
         return chosen
 
+    def _choose_layers_by_window(self) -> list[tuple[bool, int, LayerPhases]]:
+        """Return the same as :meth:`_choose_layers` for layers with a window, or for those without one.
+
+        The first value is whether the stage has such a layer.
+        """
+        last_index = self.sizes.num_layers - 1
+        first_phases, second_phases, last_phases, _, unwindowed_phases = self.counts.layers
+        chosen: list[tuple[bool, int, LayerPhases]] = []
+        for kind in self.backward.find_layer_order().kinds:
+            exists = kind.num_layers > 0
+            if kind.pattern is None or kind.pattern.windowed != self.sizes.windowed or exists is False:
+                continue
+            first, last = minimum(kind.first_index, last_index), maximum(kind.last_index, 0)
+            phases = where(last == last_index, first_phases, second_phases)
+            chosen.append((exists, last_index - last, phases))
+            phases = last_phases if self.sizes.windowed else unwindowed_phases
+            chosen.append((exists, last_index - first, phases))
+        return chosen
+
     def _find_layer_peaks(self, num_passed: int, phases: LayerPhases) -> list[PeakCandidate]:
         """Return the candidates in the layer that follows ``num_passed`` layers in backward."""
         sizes, backward = self.sizes, self.backward
         num_layers = sizes.num_layers
         layer = self.largest_layer
         saved = _count_remaining(backward.saved_by_layers, layer.saved, num_layers, num_passed)
-        if sizes.interval > 1:
+        if sizes.interval > 1 or sizes.windowed is not None:
             layer, saved = self._find_layer_at(layer, num_layers - 1 - num_passed)
         point = _LayerPoint(
             num_passed,
@@ -296,7 +280,7 @@ class _BackwardPeaks:
             layer,
             saved,
             maximum(0, saved - layer.saved),
-            self._find_bucket_bytes(num_passed),
+            self._find_bucket_bytes(num_passed, has_gradient=sizes.adapts_down),
         )
         after_layer = self._build_candidate(
             point.fraction + 0.01,
@@ -314,19 +298,40 @@ class _BackwardPeaks:
                 after_layer,
             ]
         return [
+            *self._find_recomputation_peaks(point),
             *self._find_feed_forward_peaks(point),
             *self._find_score_peak(point),
             after_layer,
             *self._find_attention_peaks(point),
         ]
 
-    def _find_bucket_bytes(self, num_passed: int) -> int:
-        """Return the bytes of the bucket during the feed-forward of the layer after ``num_passed`` layers."""
+    def _find_bucket_bytes(self, num_passed: int, *, has_gradient: bool) -> int:
+        """Return the bytes of the bucket in the layer after ``num_passed`` layers.
+
+        ``has_gradient``: whether an adapter of this layer has its gradient by then.
+        """
         # It is allocated at the first gradient; with adapters mostly after the last feed-forward.
-        if self.buffers.trains_all or self.sizes.adapts_before_peak:
+        if self.buffers.trains_all or has_gradient:
             return self.buffers.bucket
         has_bucket = (num_passed > 0) | self.buffers.head_is_first
         return where(has_bucket, self.buffers.bucket, self.permanent_bucket)
+
+    def _find_recomputation_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
+        """Return the candidates at the maximum of the layer's recomputation, one for each kind of layer."""
+        index, order = self.sizes.num_layers - 1 - point.num_passed, self.backward.find_layer_order()
+        unsaved = (index == 0) * self.sizes.unsaved
+        bucket = self._find_bucket_bytes(point.num_passed, has_gradient=False)
+        return [
+            self._build_candidate(
+                point.fraction - 0.002,
+                (point.saved_before, where(order.is_kind_at(kind, index), kind.recomputation - unsaved, 0)),
+                _IN_LAYER,
+                point.phases.first_gradient,
+                bucket,
+            )
+            for kind in order.kinds
+            if any_true(kind.recomputation)
+        ]
 
     def _find_feed_forward_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
         """Return the candidates at the layer's own maximum and at its feed-forward's gradients."""
@@ -334,10 +339,9 @@ class _BackwardPeaks:
         layer, phases, saved = point.layer, point.phases, point.saved
         fraction, bucket = point.fraction, point.bucket
         is_last = point.num_passed == sizes.num_layers - 1
-        # At the layer's own maximum: the product of the feed-forward, or attention's scores.
+        # At the feed-forward's maximum, its product.
         inside = (saved, layer.at_product - is_last * sizes.unsaved)
-        at_peak = phases.before_attention if sizes.peaks_in_scores else phases.after_down
-        peaks = [self._build_candidate(fraction, inside, _IN_LAYER, at_peak, bucket)]
+        peaks = [self._build_candidate(fraction, inside, _IN_LAYER, phases.after_down, bucket)]
         if any_true(has_experts):
             has_rows = has_experts & (point.num_passed < sizes.num_moe_layers)
             at_rows = layer.at_expert_rows - is_last * sizes.unsaved
@@ -375,9 +379,12 @@ class _BackwardPeaks:
         """Return the candidate at attention's scores, if they are materialized."""
         if not self.sizes.has_scores:
             return []
-        inside = (point.saved, maximum(point.layer.at_scores, -point.saved))
+        sizes = self.sizes
+        is_last = point.num_passed == sizes.num_layers - 1
+        inside = (point.saved, maximum(point.layer.at_scores - is_last * sizes.unsaved, -point.saved))
+        bucket = self._find_bucket_bytes(point.num_passed, has_gradient=sizes.adapts_before_scores)
         elements = point.phases.before_attention
-        return [self._build_candidate(point.fraction + 0.006, inside, _IN_LAYER, elements)]
+        return [self._build_candidate(point.fraction + 0.006, inside, _IN_LAYER, elements, bucket)]
 
     def _find_attention_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
         """Return the candidates when the layer's feed-forward has freed all that it saved."""
@@ -403,7 +410,9 @@ class _BackwardPeaks:
         order = self.backward.find_layer_order()
         before, with_it = (order.sum_before(end, lambda kind: kind.saved) for end in (index, index + 1))
         outside = self.backward.saved_by_layers - order.sum_before(order.num_layers, lambda kind: kind.saved)
-        change = (index % self.sizes.interval == 0) * fullest.most_recomputed - fullest.recomputed
+        change = 0
+        if self.sizes.interval > 1:
+            change = (index % self.sizes.interval == 0) * fullest.most_recomputed - fullest.recomputed
         layer = fullest._replace(
             saved=with_it - before,
             at_product=fullest.at_product + change,
@@ -425,12 +434,10 @@ class _BackwardPeaks:
         order = self.backward.find_layer_order()
         outside = self.backward.saved_by_layers - order.sum_before(order.num_layers, lambda kind: kind.saved)
         before = maximum(0, outside + order.sum_before(index, lambda kind: kind.saved))
-        num_offloaded_kinds = len(order.kinds) // (2 if order.interval > 1 else 1)
         fetches: list[tuple[tuple[int, int], PhaseElements]] = []
-        for number, kind in enumerate(order.kinds):
-            # A layer without this kind's experts, or offloading, has none of its phases.
-            is_offloaded, has_experts = index % order.interval == 0, index >= order.num_dense
-            is_kind = (is_offloaded == (number < num_offloaded_kinds)) & (has_experts == kind.moe)
+        for kind in order.kinds:
+            # A layer without this kind's experts, window or offloading has none of its phases.
+            is_kind = order.is_kind_at(kind, index)
             if is_kind is False:
                 continue
             # Its gradient is copied by then, and stage 3 has released the all-gathered matrix.

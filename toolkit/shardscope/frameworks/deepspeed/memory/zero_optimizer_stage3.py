@@ -14,7 +14,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import get_layout, get_reduction_width
-from shardscope.frameworks.deepspeed.memory.activation_sizes import compute_activation_sizes
+from shardscope.frameworks.deepspeed.memory.activation_sizes import list_activation_sizes
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import BucketCounts
 from shardscope.frameworks.deepspeed.memory.parameter_offload import trace_modules
 from shardscope.frameworks.deepspeed.memory.partition_parameters import FP64, count_secondary_partitions
@@ -26,12 +26,8 @@ from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import
     PartitionedParameterCoordinator,
     Stage3Options,
 )
-from shardscope.frameworks.deepspeed.memory.peaks import (
-    BackwardPart,
-    PhaseElements,
-    ZeroBuffers,
-    find_backward_peaks,
-)
+from shardscope.frameworks.deepspeed.memory.peaks import find_backward_peaks
+from shardscope.frameworks.deepspeed.memory.phases import BackwardPart, PhaseElements, ZeroBuffers
 from shardscope.memory.report import Term
 from shardscope.memory.state.optimizers import compute_flat_state, compute_flat_working
 from shardscope.memory.state.training_state import TrainingState
@@ -112,7 +108,7 @@ def compute_stage_3_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         gather_forward=build_staging(counts.after_forward, "when forward ends"),
         group_sizes=rank.group_sizes,
         find_backward_peaks=lambda backward: find_backward_peaks(
-            counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
+            counts, backward, half, list_activation_sizes(plan, stage, backward.modules), buffers
         ),
         optimizer_working=_compute_working_memory(plan, rank),
         initialisation={
@@ -290,13 +286,7 @@ class _StepSimulation:
         for kind, module in events:
             # Hooks before and after a module: all-gathers and releases, without a new gradient.
             if kind != "gradients":
-                if (
-                    kind == "fetch"
-                    and module.params
-                    and feed_forward
-                    and after_down is None
-                    and self.trains_all
-                ):
+                if kind == "fetch" and module.all_params and feed_forward and after_down is None:
                     # The activation's backward is over: the last matrix is released, and a plain activation,
                     # a module without parameters, has prefetched.
                     after_down = self._build_phase(self.gathered + tied_gradient)

@@ -16,7 +16,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.core.precision import FP32, widths
 from shardscope.frameworks.deepspeed.layout import get_cast_width, get_layout, get_reduction_width
-from shardscope.frameworks.deepspeed.memory.activation_sizes import compute_activation_sizes
+from shardscope.frameworks.deepspeed.memory.activation_sizes import list_activation_sizes
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
@@ -30,12 +30,8 @@ from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     list_stage_tensors,
     split_by_decay,
 )
-from shardscope.frameworks.deepspeed.memory.peaks import (
-    BackwardPart,
-    PhaseElements,
-    ZeroBuffers,
-    find_backward_peaks,
-)
+from shardscope.frameworks.deepspeed.memory.peaks import find_backward_peaks
+from shardscope.frameworks.deepspeed.memory.phases import BackwardPart, PhaseElements, ZeroBuffers
 from shardscope.memory.report import Term, choose_term, zero_term
 from shardscope.memory.state.optimizers import compute_flat_state, compute_flat_working
 from shardscope.memory.state.stages import count_stage_weights, find_stage_shapes
@@ -119,7 +115,7 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
         ),
         group_sizes=rank.group_sizes,
         find_backward_peaks=lambda backward: find_backward_peaks(
-            counts, backward, half, compute_activation_sizes(plan, stage, backward.modules), buffers
+            counts, backward, half, list_activation_sizes(plan, stage, backward.modules), buffers
         ),
         optimizer_working=_compute_working_memory(plan, rank),
         initialisation={"parameters": _compute_initialisation(plan, stage, rank)},

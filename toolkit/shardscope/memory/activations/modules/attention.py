@@ -53,6 +53,21 @@ def find_window_layers(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
     )
 
 
+def list_windows(arch: Architecture, modules: Modules) -> tuple[bool | None, ...]:
+    """Return the values of :attr:`Modules.windowed` for which layers save different tensors; (None,) if none.
+
+    Only some layers have a sliding window, and so a mask (Gemma, OLMo 3).
+    """
+    if modules.windowed is not None or modules.kernels == "megatron" or is_eager(arch, modules):
+        return (modules.windowed,)
+    if not 0 < arch.sliding_window_layers < arch.num_hidden_layers:
+        return (None,)
+    with_mask, without_mask = (
+        passes_mask(arch, modules._replace(windowed=windowed)) for windowed in (True, False)
+    )
+    return (None,) if with_mask == without_mask else (True, False)
+
+
 def passes_mask(arch: Architecture, modules: Modules) -> bool:
     """Return whether transformers passes a mask, which the kernel saves.
 

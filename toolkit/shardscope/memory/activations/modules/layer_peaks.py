@@ -84,16 +84,15 @@ class LayerPeaks(NamedTuple):
     """Peak candidates during the layer's backward."""
     weights: int
     """Maximum number of its weights with gradients."""
+    recomputation: int = 0
+    """Maximum while backward recomputes the layer; 0 if it does not. Among ``backward``, too."""
 
 
 @lru_cache(maxsize=4096)
 def compute_layer_peaks(
     arch: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, num_stream_shards: int
 ) -> LayerPeaks:
-    """Return one layer's peak candidates with this recomputation.
-
-    If only some layers have a sliding window, those of the kind that saves more.
-    """
+    """Return one layer's peak candidates with this recomputation."""
     shards = _NumShards(tp, min(tp, arch.num_key_value_heads), num_stream_shards)
     all_saved = shards.sum_on_rank(list_saved_tensors(arch, moe, modules))
     # Bytes that the layer keeps until its backward, as in compute_layer_activations.
@@ -120,17 +119,17 @@ def compute_layer_peaks(
     # Inside of the layer, as if it saved everything: a recomputation does.
     forward = layer.compute_forward()
     backward = layer.list_peaks()
+    at_recomputation = 0
     if recompute in ("full", "selective"):
         backward = [peak._replace(activations=peak.activations + kept_inputs) for peak in backward]
         # Recomputation runs with the incoming gradient alive; the first forward saved nothing.
-        waiting = layer.compute_waiting_gradients()
-        recomputation = max(forward, layer.compute_in_adapter(is_recomputed=True))
-        backward.append(
-            LayerPeak(
-                stream + kept_inputs + recomputation + waiting,
-                dequantized_weights=0 if moe else layer.weights.up,
-            )
-        )
+        outside = stream + kept_inputs + layer.compute_waiting_gradients()
+        recomputation = [
+            peak._replace(activations=peak.activations + outside)
+            for peak in layer.list_recomputation(recompute)
+        ]
+        backward += recomputation
+        at_recomputation = max(peak.activations for peak in recomputation)
         forward = kept_bytes + layer.compute_unsaved_forward(recompute)
     elif layer.is_offloaded:
         # transformers' functions refer to the inputs of the layer and of the model, which nothing saves here.
@@ -140,7 +139,10 @@ def compute_layer_peaks(
             forward, layer.compute_quantized_product(), layer.compute_in_adapter(is_recomputed=False)
         )
     return LayerPeaks(
-        max(kept_bytes, forward), tuple(backward), max(peak.weights_with_gradient for peak in backward)
+        max(kept_bytes, forward),
+        tuple(backward),
+        max(peak.weights_with_gradient for peak in backward),
+        at_recomputation,
     )
 
 
@@ -216,27 +218,78 @@ class _Layer:
         """Return the maximum bytes during the layer's forward, saved tensors included."""
         return max(self.all_saved, self._compute_scores_forward(), self._compute_experts_forward())
 
+    def list_recomputation(self, recompute: str) -> list[LayerPeak]:
+        """Return the peak candidates of the recomputed forward, without gradients and what is kept for it."""
+        arch, modules, weights = self.arch, self.modules, self.weights
+        names, targets = list_parameter_names(arch), modules.targets or ()
+        forward = self.compute_forward()
+        if self.moe or self.trains_base or modules.int8_base or modules.kernels == "compiled":
+            recomputation = max(forward, self.compute_in_adapter(is_recomputed=True))
+            return [LayerPeak(recomputation, dequantized_weights=0 if self.moe else weights.up)]
+        # Before the up projection, the feed-forward has saved its gate and its activation, if these are
+        # modules of their own.
+        inner = ceil_div(arch.intermediate_size * modules.compute, self.shards.tp)
+        before_down = self.all_saved - self.norm_after_saved - self._compute_saved_by_down()
+        before_up = before_down - inner
+        if not arch.gated_mlp or self._has_fused_branches():
+            before_up = before_down - (self.feed_forward_saved - self.feed_forward_inputs)
+            before_up += inner * modules.inner_copies(names.down)
+        output = inner * (1 + self._has_fused_branches())
+        # The residual stream, unless the norm has saved it; the norm's output, if only copies of it are
+        # saved; and the output of the down projection's adapter, kept until the layer's backward is done.
+        is_copied = (modules.recasts or modules.adapter_dropout) and not modules.keeps_frozen_inputs
+        alive = (modules.stream < FP32) * self.stream + is_copied * self.hidden_row
+        if recompute == "selective" and names.down in targets and not modules.quantized:
+            alive += self.hidden_row
+        peaks = [
+            LayerPeak(forward),
+            # The base's matmul of the up projection.
+            LayerPeak(before_up + output + alive, dequantized_weights=weights.up),
+        ]
+        if names.down in targets:
+            # The base's matmul of the down projection, with the product as its input; then its adapter.
+            num_bytes = before_down + inner + self.hidden_row + alive
+            peaks.append(LayerPeak(num_bytes, dequantized_weights=weights.down))
+            peaks.append(LayerPeak(self.compute_in_adapter(is_recomputed=True)))
+        if (names.fused_gate_up or names.up) in targets:
+            # At the scaling of its adapter's output: with the input, the result, and the base's output.
+            cast_input = modules.recasts * arch.hidden_size * FP32
+            peaks.append(LayerPeak(before_up + 3 * output + alive + cast_input))
+        return peaks
+
+    def _compute_saved_by_down(self) -> int:
+        """Return the bytes that the down projection and its adapter save: inputs and dropout masks."""
+        arch, modules = self.arch, self.modules
+        down = list_parameter_names(arch).down
+        copies = modules.compute * modules.inner_copies(down)
+        if modules.adapter_dropout and down in (modules.targets or ()):
+            copies += 1 if modules.on_gpu else FP32 if modules.autocast else modules.compute
+            copies += modules.compute * modules.keeps_frozen_inputs
+        return ceil_div(arch.intermediate_size * copies, self.shards.tp)
+
     def compute_in_adapter(self, *, is_recomputed: bool) -> int:
         """Return the bytes when the down projection's adapter reads its input: the product and its copies.
 
         peft casts the input to the adapter's fp32, of which dropout creates another copy, before autocast's
         own copy (``tuners/lora/layer.py``). In addition: the outputs of the projection and of the norm, and
         the residual stream, unless these are saved anyway. A recomputation (``is_recomputed``) stops
-        before the adapter's output and its scaling; and the layer's input is already saved.
+        before the adapter's output and its scaling; and the layer's input is already saved. DeepSpeed's own
+        linear function has computed the adapter's output by then.
         """
         arch, modules = self.arch, self.modules
         if self.moe or list_parameter_names(arch).down not in (modules.targets or ()):
             return 0
-        copied = modules.recasts or modules.adapter_dropout
+        copied = (modules.recasts or modules.adapter_dropout) and not modules.keeps_frozen_inputs
         inner = arch.intermediate_size * (
             copied * modules.compute + modules.recasts * FP32 * (1 + modules.adapter_dropout)
         )
         passes_dropped = modules.recasts and modules.adapter_dropout
         rows = 1 + copied + (0 if is_recomputed or passes_dropped else 2)
+        rows += is_recomputed and modules.keeps_frozen_inputs
         # The residual stream at this point, at the layer's input and at the model's input.
         streams = (modules.stream < FP32) * (1 if is_recomputed else 3)
         outputs = rows * self.hidden_row + streams * self.stream
-        return self.all_saved + ceil_div(inner, self.shards.tp) + outputs
+        return self.all_saved - self.norm_after_saved + ceil_div(inner, self.shards.tp) + outputs
 
     def compute_waiting_gradients(self) -> int:
         """Return the bytes of gradients in the layer before backward unpacks the first saved tensor.
@@ -263,7 +316,7 @@ class _Layer:
         if not modules.quantized or self.moe:
             return 0
         inner, c = arch.intermediate_size, modules.compute
-        num_bytes = self.all_saved + self.hidden_row
+        num_bytes = self.all_saved - self.norm_after_saved + self.hidden_row
         if not modules.stream_copies(*list_stream_readers(arch)[1]):
             num_bytes += self.hidden_row
         num_bytes += self.stream * (3 if modules.stream < FP32 else 1)

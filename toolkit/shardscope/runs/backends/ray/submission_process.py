@@ -119,8 +119,11 @@ def find_field(error: BaseException, request: Mapping[str, object]) -> str:
     has_environment = bool(request["runtime_env"])
     if isinstance(error, InspectionError):
         return "runtime_env" if has_environment else ""
-    # Ray checks the runtime environment before it connects.
-    is_environment = isinstance(error, TypeError | ValueError) and CLIENT not in str(error)
+    # Ray checks the runtime environment before it connects. A wrong address, also in RAY_ADDRESS, is a
+    # ValueError, too.
+    text = str(error)
+    is_address = CLIENT in text or "address" in text.lower()
+    is_environment = isinstance(error, TypeError) or (isinstance(error, ValueError) and not is_address)
     return "runtime_env" if has_environment and is_environment else "address"
 
 
