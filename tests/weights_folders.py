@@ -91,6 +91,33 @@ def write_chat_folder(folder: Path, **config: Any) -> Path:
     return folder
 
 
+MULTIMODAL_PREFIXES = {
+    "hub": ("language_model.model.", "language_model."),
+    "transformers": ("model.language_model.", ""),
+}
+"""Prefixes in multimodal files where a causal model alone has ``model.``, and of its head."""
+
+
+def rename_multimodal(name: str, style: str) -> str:
+    before_layers, before_head = MULTIMODAL_PREFIXES[style]
+    is_head = not name.startswith("model.")
+    return before_head + name if is_head else before_layers + name.removeprefix("model.")
+
+
+def make_multimodal(folder: Path, style: str = "hub", without: tuple[str, ...] = ()) -> Path:
+    """Make the folder's one file and config those of a Llava with that language model."""
+    config = json.loads((folder / "config.json").read_text())
+    vision = {"model_type": "clip_vision_model", "hidden_size": 8, "num_attention_heads": 2}
+    whole = {"model_type": "llava", "text_config": config, "vision_config": vision}
+    (folder / "config.json").write_text(json.dumps({**whole, "eos_token_id": [1, 106]}))
+    tensors = {rename_multimodal(name, style): tensor for name, tensor in read_tensors(config).items()}
+    before = "model." if style == "transformers" else ""
+    for name in ("vision_tower.layers.0.attn.weight", "multi_modal_projector.linear_1.weight"):
+        tensors[before + name] = ("F32", (4, 4))
+    write_file(folder / "model.safetensors", {name: tensors[name] for name in tensors if name not in without})
+    return folder
+
+
 def write_index(folder: Path, places: Mapping[str, str]) -> None:
     """The index of a folder of several files."""
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(places)}))

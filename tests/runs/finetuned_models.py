@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -52,25 +53,73 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [2, 1, 1]},
     },
 }
+TEXT_SIZES = {**SIZES, "num_hidden_layers": 2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            **TEXT_SIZES,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {"model_type": "siglip_vision_model", **VISION},
+        "mm_tokens_per_image": 1,
+        "image_token_index": 2047,
+    },
+    "mistral3": {
+        "model_type": "mistral3",
+        "text_config": {
+            "model_type": "ministral3",
+            **TEXT_SIZES,
+            # Queries are scaled from position 8 on.
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
+            | {"original_max_position_embeddings": 8},
+        },
+        "vision_config": {"model_type": "pixtral", **VISION, "head_dim": 16},
+        "image_token_index": 2047,
+        "tie_word_embeddings": False,
+    },
+}
+"""Checkpoints with a vision tower, of whose language model there are formulas."""
 HALF = ("tied",)
 """Stored in bf16."""
 
 
 def write_model(folder: Path, config: dict[str, Any], kind: torch.dtype, max_shard_size: str) -> Path:
     """A random model of ``config``, as transformers saves it, with the shipped tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=kind)
+    model = get_auto_class(config).from_config(AutoConfig.for_model(**config), dtype=kind)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     shutil.copy(SHIPPED_TOKENIZER, folder / "tokenizer.json")
+    # Otherwise a family's own class, such as GemmaTokenizer, adds special tokens to it.
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
 
 
+def get_auto_class(config: dict[str, Any]) -> Any:
+    """Return transformers' class of the whole model: a multimodal one reads text alone as well."""
+    import transformers
+
+    return getattr(
+        transformers, "AutoModelForImageTextToText" if "vision_config" in config else "AutoModelForCausalLM"
+    )
+
+
 def small_model(parent: Path, name: str) -> Path:
-    """The folder of one of :data:`MODELS`, in several files."""
+    """The folder of one of :data:`MODELS` or :data:`MULTIMODAL`, in several files."""
     kind = torch.bfloat16 if name in HALF else torch.float32
-    return write_model(parent / name, MODELS[name], kind, max_shard_size="300KB")
+    return write_model(parent / name, (MODELS | MULTIMODAL)[name], kind, max_shard_size="300KB")
 
 
 def make_batch(step: int) -> dict[str, torch.Tensor]:
@@ -80,12 +129,11 @@ def make_batch(step: int) -> dict[str, torch.Tensor]:
 
 def train_alone(folder: Path) -> list[float]:
     """Return the losses of one process: ``from_pretrained``, plain autograd, the whole batch, no engine."""
-    from transformers import AutoModelForCausalLM
-
     from shardscope.training.optimizers.optimizers import build_optimizer
 
     # In eval: GPT-2's dropouts are 0.1 by themselves.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    auto = get_auto_class(json.loads((folder / "config.json").read_text()))
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
     losses, _ = take_steps(optimizer, (model(**make_batch(step)).loss for step in range(NUM_STEPS)))
     return losses

@@ -19,7 +19,9 @@ needs("transformers")
 
 from finetuned_models import (  # noqa: E402
     MODELS,
+    MULTIMODAL,
     SIZES,
+    make_batch,
     make_plan,
     set_up_engine,
     small_model,
@@ -43,6 +45,14 @@ CASES: dict[str, dict[str, tuple[str, Any, dict[str, Any]]]] = {
         "fsdp2": ("gpt2", Layout.fsdp2(), {}),
         "fsdp2 without formulas": ("qwen3_5", Layout.fsdp2(), {}),
         "fsdp2 of experts": ("mixtral", Layout.fsdp2(), {}),
+        "ddp of a multimodal gemma3": ("gemma3", Layout.ddp(), {}),
+        "fsdp2 of a multimodal gemma3": ("gemma3", Layout.fsdp2(), {}),
+        "ddp of a multimodal mistral3": ("mistral3", Layout.ddp(), {}),
+        "fsdp2 of a multimodal mistral3": ("mistral3", Layout.fsdp2(), {}),
+        "fsdp2 of a multimodal gemma3, adapters": (
+            *("gemma3", Layout.fsdp2()),
+            {"method": "lora", "lora_rank": 4},
+        ),
         "fsdp2, adapters": ("llama", Layout.fsdp2(), {"method": "lora", "lora_rank": 4}),
         "fsdp2 of a tied model in bf16": ("tied", Layout.fsdp2(), {}),
         "fsdp2, shards on the host": ("llama", Layout.fsdp2(offload="cpu"), {}),
@@ -74,7 +84,7 @@ CASES: dict[str, dict[str, tuple[str, Any, dict[str, Any]]]] = {
 }
 KEPT = (
     *("ddp, adapters", "fsdp2", "fsdp2 of experts", "fsdp2, adapters", "tp of a tied model in bf16"),
-    "pp of a tied model in bf16",
+    *("pp of a tied model in bf16", "fsdp2 of a multimodal gemma3"),
 )
 """Cases that run in every test."""
 STARTS = {
@@ -93,7 +103,7 @@ STARTS = {
 @pytest.fixture(scope="module")
 def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("models")
-    return {name: small_model(parent, name) for name in MODELS}
+    return {name: small_model(parent, name) for name in (*MODELS, *MULTIMODAL)}
 
 
 def read_losses(
@@ -130,7 +140,7 @@ def test_every_engine_starts_with_the_pretrained_models_loss(
             steps = 1 if recipe else len(result[name])
             wanted, within = reference_losses[cases[name][0]], 0.02 if recipe == NF4 else 1e-4
             assert result[name][:steps] == pytest.approx(wanted[:steps], abs=within), name
-        adapted = [result[name] for name in names if cases[name][2]]
+        adapted = [result[name] for name in names if cases[name][2] and cases[name][0] == "llama"]
         assert all(losses == pytest.approx(adapted[0], abs=1e-4) for losses in adapted)
         assert all(losses[1] != losses[0] for losses in result.values())
 
@@ -261,3 +271,40 @@ def test_a_pretrained_model_is_fine_tuned_and_exported(
     again = ss.Finetune(weights=out)
     again.check(make_plan(out, Layout.fsdp2()))
     assert make_plan(out, Layout.fsdp2()).architecture.parameter_groups == plan.architecture.parameter_groups
+
+
+@thorough()
+@pytest.mark.usefixtures("bounded_time", "nothing_left")
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_language_model_of_a_multimodal_checkpoint_is_exported(
+    name: str, model_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    folder, tokens = model_folders[name], make_batch(7)["input_ids"]
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    before = whole(input_ids=tokens).logits
+    runs = {}
+    # The learning rate changes no digit of the base, and much of the adapters.
+    for method, layout, rate in (("full", Layout.fsdp2(), 1e-12), ("lora", Layout.ddp(), 1e-2)):
+        task = ss.Finetune(folder, num_steps=2, learning_rate=rate, export=True)
+        plan = make_plan(folder, layout, method=method)
+        runs[method] = run = ss.launch(plan, task, folder=tmp_path / method)
+        assert run.wait(120) == "finished", run.error
+        assert "its language model alone" in run.logs(0)
+
+    exported = AutoModelForCausalLM.from_pretrained(runs["full"].model)
+    assert (
+        type(exported).__name__ == {"gemma3": "Gemma3ForCausalLM", "mistral3": "Ministral3ForCausalLM"}[name]
+    )
+    assert torch.allclose(exported(input_ids=tokens).logits, before, atol=1e-5)
+    again = ss.Finetune(runs["full"].model)
+    again.check(make_plan(runs["full"].model, Layout.ddp()))
+
+    merged = AutoModelForCausalLM.from_pretrained(ss.merge(runs["lora"]))
+    assert type(merged) is type(exported)
+    after = merged(input_ids=tokens).logits
+    assert (after - before).abs().max() > 0.01
+    adapted = PeftModel.from_pretrained(exported, runs["lora"].model).eval()
+    assert torch.allclose(adapted(input_ids=tokens).logits, after, atol=1e-4)

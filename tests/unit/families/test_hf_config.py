@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +359,9 @@ def test_fault_36_missing_keys_have_the_familys_defaults(family: str) -> None:
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_fault_36_each_missing_size_raises_with_its_key(family: str) -> None:
     sizes = get_required_sizes(family)
-    for key in sizes.keys() - {"model_type"}:
+    # Published files of Gemma 3 4B have neither heads nor a vocabulary.
+    optional = {"num_attention_heads", "vocab_size"} if family == "gemma3_text" else set()
+    for key in sizes.keys() - {"model_type"} - optional:
         with pytest.raises(ValueError, match=rf"config\.json {key} is None"):
             Architecture.from_hf({k: v for k, v in sizes.items() if k != key})
 
@@ -402,6 +405,51 @@ def test_multimodal_config_raises_with_text_config_as_fix() -> None:
         Architecture.from_hf({"model_type": "llava", "text_config": LLAMA})
     with pytest.raises(ValueError, match=r"from_hf\(config\['text_config'\], rehearse_only=True\)"):
         Architecture.from_hf({"model_type": "llava", "text_config": {**LLAMA, "model_type": "stablelm"}})
+
+
+def test_the_file_of_a_multimodal_checkpoint_is_its_language_model(tmp_path: Path) -> None:
+    """Gemma 3 4B as it is on the Hub: most of its sizes are the family's defaults."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
+    text |= {"num_hidden_layers": 34, "sliding_window": 1024}
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    folder = tmp_path / "gemma-3-4b-it"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    arch = Architecture.from_hf(folder)
+    assert arch == Architecture.from_hf({**text, "_name_or_path": "gemma-3-4b-it"})
+    assert arch == Architecture.from_hf(folder / "config.json", rehearse_only=True)
+    assert {**asdict(arch), "name": ""} == {**asdict(models["gemma-3-4b"]), "name": ""}
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "tied"),
+    [
+        ({}, {}, False),
+        ({"tie_word_embeddings": True}, {}, True),
+        # transformers writes Mistral3Config's default also over a language model with a head of its own.
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, False),
+        ({}, {"tie_word_embeddings": True}, True),
+    ],
+)
+def test_the_language_model_itself_says_whether_its_head_is_tied(
+    whole: dict[str, Any], text: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    language_model = {**LLAMA, "num_key_value_heads": 4, **text, "model_type": "ministral3"}
+    config = {"model_type": "mistral3", **whole, "text_config": language_model}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Architecture.from_hf(tmp_path).tie_word_embeddings is tied
+
+
+def test_a_multimodal_file_without_a_known_language_model_raises(tmp_path: Path) -> None:
+    for model_type in ("stablelm", None, ["llama"], {}):
+        config = {"model_type": "llava", "text_config": {**LLAMA, "model_type": model_type}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="model_type is 'llava'"):
+            Architecture.from_hf(tmp_path)
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": LLAMA}))
+    with pytest.raises(ValueError, match="other heads"):
+        Architecture.from_hf(tmp_path)
 
 
 @pytest.mark.parametrize(

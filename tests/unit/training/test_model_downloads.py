@@ -14,7 +14,14 @@ from tests.requirements import needs
 from tests.weights_folders import write_folder
 
 from shardscope.training.weights.example_models import find_example, run_process
-from shardscope.training.weights.hub_folder import download, find_in_cache, is_hub_name
+from shardscope.training.weights.hub_folder import (
+    FILES,
+    NOT_READ,
+    download,
+    find_in_cache,
+    find_weights_problem,
+    is_hub_name,
+)
 
 NAME = "acme/small-llama"
 
@@ -69,6 +76,19 @@ def test_a_model_in_the_cache_of_the_hub_is_found_when_it_is_complete(
     assert find_in_cache(NAME) == folder
     (folder / "model.safetensors").unlink()
     assert find_in_cache(NAME) is None, "only the configuration was downloaded"
+
+
+def test_the_copy_of_the_weights_for_mistrals_own_library_is_not_downloaded() -> None:
+    needs("huggingface_hub")
+    from huggingface_hub.utils import filter_repo_objects
+
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    files = ["config.json", "model.safetensors.index.json", *shards, "tokenizer.json"]
+    copies = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
+    read = filter_repo_objects([*files, *copies], allow_patterns=FILES, ignore_patterns=NOT_READ)
+    assert list(read) == files
+    assert not find_weights_problem([*files, *copies])
+    assert "no model.safetensors" in find_weights_problem(["config.json", *copies])
 
 
 def test_a_hub_that_cannot_be_reached_is_named_after_one_request(monkeypatch: pytest.MonkeyPatch) -> None:

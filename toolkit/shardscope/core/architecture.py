@@ -172,9 +172,11 @@ class Architecture(Serializable):
         """Read a Hugging Face ``config.json``.
 
         ``config`` is a path to the file, its folder, its contents as a dict, or a Hub id ("org/name"; the
-        download needs ``pip install "shardscope[train]"``, and weights are never downloaded). Missing keys
-        take the family's defaults in transformers. Raises ``ValueError`` for missing or out-of-range sizes,
-        an unknown ``model_type``, and a file that is not a JSON object, has duplicate keys, or exceeds 1 MB.
+        download needs ``pip install "shardscope[train]"``, and weights are never downloaded). Of a multimodal
+        checkpoint's file it is the language model, if that is of a known family: ``Finetune`` trains that
+        alone. Missing keys take the family's defaults in transformers. Raises ``ValueError`` for missing or
+        out-of-range sizes, an unknown ``model_type``, and a file that is not a JSON object, has duplicate
+        keys, or exceeds 1 MB.
 
         ``rehearse_only=True`` accepts any ``model_type`` of the installed transformers (``train`` extra).
         Plans of families without formulas support ``plan.rehearse()`` but not ``plan.memory()``.

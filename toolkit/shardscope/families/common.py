@@ -76,10 +76,20 @@ class HfConfig:
         return check_flag(f"config.json {key}", self.get(key, default=default))
 
 
-def read_sizes(config: HfConfig, *, kv_heads: int | None, positions: int) -> Fields:
-    """Return the sizes with common key names; ``kv_heads`` None: as many as query heads by default."""
+def read_sizes(
+    config: HfConfig,
+    *,
+    kv_heads: int | None,
+    positions: int,
+    heads: int | None = None,
+    vocabulary: int | None = None,
+) -> Fields:
+    """Return the sizes with common key names, by the given defaults.
+
+    ``kv_heads`` None: as many as query heads by default; ``heads`` and ``vocabulary`` None: required keys.
+    """
     hidden = config.read_size("hidden_size", limit="hidden_size")
-    heads = config.read_size("num_attention_heads", limit="num_attention_heads")
+    heads = config.read_size("num_attention_heads", limit="num_attention_heads", default=heads)
     # A missing key takes the class's default, but null means one key/value head for each query head
     # (transformers 5.24, e.g. configuration_mistral.py, __post_init__).
     is_null = config.data.get("num_key_value_heads", heads) is None
@@ -93,7 +103,7 @@ def read_sizes(config: HfConfig, *, kv_heads: int | None, positions: int) -> Fie
             "num_key_value_heads", limit="num_key_value_heads", default=default_kv
         ),
         "head_dim": config.read_size("head_dim", limit="head_dim", default=max(1, hidden // heads)),
-        "vocab_size": config.read_size("vocab_size", limit="vocab_size"),
+        "vocab_size": config.read_size("vocab_size", limit="vocab_size", default=vocabulary),
         "max_position_embeddings": config.read_size(
             "max_position_embeddings", limit="max_position_embeddings", default=positions
         ),

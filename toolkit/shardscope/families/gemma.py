@@ -36,7 +36,9 @@ def _read_gemma2(config: HfConfig) -> Fields:
 def _read_gemma3_text(config: HfConfig) -> Fields:
     """Read Gemma3TextConfig: Gemma 2's norms, normalized queries and keys, no window in every 6th layer."""
     reject_flag(config, "use_bidirectional_attention", _BIDIRECTIONAL)
-    fields = _read_common(config, kv_heads=4, positions=131_072)
+    # Gemma 3 4B's config.json on the Hub has neither heads nor a vocabulary, those of 12B and 27B have no
+    # vocabulary: they are Gemma3TextConfig's defaults.
+    fields = _read_common(config, kv_heads=4, positions=131_072, heads=8, vocabulary=262_208)
     check_even_heads(fields)
     fields |= {"norms_per_layer": 4, "qk_norm": True}
     # configuration_gemma3.py reads the pattern from the keyword ``sliding_window_pattern``, 6 by default:
@@ -50,10 +52,17 @@ def _read_gemma3_text(config: HfConfig) -> Fields:
     return read_window(config, fields, default=4_096, layers=lambda total: total - total // pattern)
 
 
-def _read_common(config: HfConfig, *, kv_heads: int, positions: int) -> Fields:
+def _read_common(
+    config: HfConfig,
+    *,
+    kv_heads: int,
+    positions: int,
+    heads: int | None = None,
+    vocabulary: int | None = None,
+) -> Fields:
     """Return the fields that all Gemma configs share: tied by default, and head_dim defaults to 256."""
     return {
-        **read_sizes(config, kv_heads=kv_heads, positions=positions),
+        **read_sizes(config, kv_heads=kv_heads, positions=positions, heads=heads, vocabulary=vocabulary),
         **read_bias(config),
         "tie_word_embeddings": config.read_flag("tie_word_embeddings", True),
         "head_dim": config.read_size("head_dim", limit="head_dim", default=256),

@@ -47,6 +47,10 @@ _WITHOUT_FORMULAS = (
 """Suggested fix for a ``model_type`` without formulas."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of the language model's config in a config.json of several models."""
+_SHARED_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+"""Keys of a multimodal config that are its language model's as well, where that has none of its own."""
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of a multimodal config that its text generation uses, also where the language model has its own."""
 
 
 def read_architecture(config: str | Path | Mapping[str, object], rehearse_only: bool = False) -> Architecture:
@@ -59,11 +63,33 @@ def read_architecture(config: str | Path | Mapping[str, object], rehearse_only: 
     path = expand_home(config)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
-        return build_architecture(read_config_file(file), _derive_name(file.absolute()), rehearse_only)
+        return _build_from_file(file, _derive_name(file.absolute()), rehearse_only)
     if isinstance(config, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", config, re.A) and path.suffix != ".json":
-        return build_architecture(read_config_file(_find_on_hub(config)), config, rehearse_only)
+        return _build_from_file(_find_on_hub(config), config, rehearse_only)
     allowed = "an existing file or folder, or a Hub id 'org/name'"
     return refuse("config", str(config), allowed, "check the spelling of the path")
+
+
+def _build_from_file(file: Path, name: str, rehearse_only: bool) -> Architecture:
+    """Return the architecture of a checkpoint's config.json; of a multimodal one, its language model's."""
+    data = read_config_file(file)
+    _check_head(data)
+    return build_architecture(select_language_model(data), name, rehearse_only)
+
+
+def select_language_model(data: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the config of the language model in a multimodal config; ``data`` itself if that is no family's.
+
+    ``tie_word_embeddings`` is the language model's own, if it has both: Mistral3Config's default is True,
+    also over a language model with a head (transformers 5.24, configuration_mistral3.py).
+    """
+    part, whole = _find_text_part(data), data.get("model_type")
+    if part is None or part[1] not in FAMILIES or not isinstance(whole, str) or whole in FAMILIES:
+        return data
+    text = data[part[0]]
+    assert isinstance(text, Mapping)
+    shared = {key: data[key] for key in _SHARED_KEYS if key in data}
+    return {**shared, **text, **{key: data[key] for key in _TOKEN_IDS if data.get(key) is not None}}
 
 
 def _derive_name(file: Path) -> str:
@@ -235,16 +261,20 @@ def _refuse_other_model(data: Mapping[str, object], family: str) -> NoReturn:
     fix = "the config.json of a causal language model"
     if part := _find_text_part(data):
         key, model_type = part
-        if isinstance(model_type, str) and is_causal_language_model(model_type):
+        if model_type is not None and is_causal_language_model(model_type):
             fix = f"its language model alone, from_hf(config[{key!r}], rehearse_only=True)"
     allowed = "a model_type for which the installed transformers has a causal language model"
     refuse("config.json model_type", family, allowed, fix)
 
 
-def _find_text_part(data: Mapping[str, object]) -> tuple[str, object] | None:
+def _find_text_part(data: Mapping[str, object]) -> tuple[str, str | None] | None:
     """Return the key and ``model_type`` of the language model in a multimodal config; None: it has none."""
-    parts = ((key, data.get(key)) for key in _TEXT_PARTS)
-    return next(((key, part.get("model_type")) for key, part in parts if isinstance(part, Mapping)), None)
+    for key in _TEXT_PARTS:
+        part = data.get(key)
+        if isinstance(part, Mapping):
+            model_type = part.get("model_type")
+            return key, model_type if isinstance(model_type, str) else None
+    return None
 
 
 def _find_on_hub(hub_id: str) -> Path:

@@ -244,9 +244,10 @@ def render_summary(plan: ss.Plan, task: ss.Finetune, length: Length, num_rows: i
     method = CHOICE_LABELS[plan.recipe.method] if plan.recipe.has_adapters else "full fine-tuning"
     seconds = f", about {format_duration(length.seconds)}" if length.seconds is not None else ""
     by = " by <b>DPO</b>" if task.objective == "dpo" else ""
+    alone = ", its language model alone," if task.folder.multimodal_type else ""
     return (
-        f"<div class='ss-what' role='status'><b>{escape(plan.architecture.name)}</b> learns from "
-        f"<b>{escape(data)}</b>{by}{passes}{steps}, with <b>{escape(method)}</b>{rank} on "
+        f"<div class='ss-what' role='status'><b>{escape(plan.architecture.name)}</b>{alone} learns "
+        f"from <b>{escape(data)}</b>{by}{passes}{steps}, with <b>{escape(method)}</b>{rank} on "
         f"<b>{escape(describe_devices(plan.cluster))}</b>{seconds}</div>"
     )
 

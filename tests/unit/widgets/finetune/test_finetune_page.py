@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_runs import FakeRun, record, wait_until
 from tests.requirements import needs
-from tests.weights_folders import write_chat_folder
+from tests.weights_folders import make_multimodal, write_chat_folder
 
 import shardscope as ss
 from shardscope_widgets import Studio
@@ -75,6 +75,17 @@ def test_model_and_data_become_the_studios_plan_and_the_main_buttons_task(studio
     for tab in ("Memory", "Checks"):
         studio.tabs.value = tab
         assert button.description == "Fine-tune on 2 CPU ranks"
+
+
+def test_a_multimodal_folder_is_fine_tuned_as_its_language_model(studio: Any) -> None:
+    make_multimodal(Path("chatty"))
+    fill(studio)
+    assert studio.plan.architecture == ss.Architecture.from_hf(studio.launch.task.weights)
+    assert studio.plan.architecture.model_type == "llama"
+    assert "its language model alone" in studio.finetune.summary.value
+    assert (
+        studio.launch.button.description == "Fine-tune on 2 CPU ranks" and not studio.launch.button.disabled
+    )
 
 
 def test_a_change_on_the_left_is_kept_and_shown_on_the_tab(studio: Any) -> None:

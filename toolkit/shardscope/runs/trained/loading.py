@@ -5,13 +5,17 @@ Nothing is unpickled or downloaded, and no code of a folder runs.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from shardscope.families.unknown import UnknownFamily
 from shardscope.runs.trained.model_files import ADAPTER_WEIGHTS
+from shardscope.training.model.model import parse_config
+from shardscope.training.weights.stored_names import MULTIMODAL_PREFIXES, find_multimodal_prefix
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -21,9 +25,23 @@ if TYPE_CHECKING:
 
 
 def load_weights(files: ModelFiles, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
-    """Return the full weights, or the base of the adapters; "auto" is the type that they are stored in."""
+    """Return the full weights, or the base of the adapters; "auto" is the type that they are stored in.
+
+    Of a multimodal checkpoint it is the language model, with the names that its adapters have.
+    """
+    folder = files.weights_folder
+    is_unknown = isinstance(folder.architecture, UnknownFamily)
+    prefix = None if is_unknown else find_multimodal_prefix(folder.tensors)
+    config, renamed = None, None
+    if prefix is not None:
+        # AutoModelForCausalLM has the whole model for some of them (Gemma3ForConditionalGeneration).
+        config = parse_config(folder.config)
+        head = f"{MULTIMODAL_PREFIXES[prefix]}lm_head."
+        renamed = {f"^{re.escape(prefix)}": "model.", f"^{re.escape(head)}": "lm_head."}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         files.weights,
+        config=config,
+        key_mapping=renamed,
         dtype=dtype,
         local_files_only=True,
         trust_remote_code=False,
@@ -31,6 +49,10 @@ def load_weights(files: ModelFiles, dtype: torch.dtype | Literal["auto"]) -> Pre
         # Set here, because config.json may name kernels on the Hub, which are code.
         attn_implementation="eager",
     )
+    if prefix is not None:
+        # save_pretrained would write the names of the files that were read (transformers 5.24,
+        # core_model_loading.py, revert_weight_conversion).
+        del model._weight_conversions
     model.eval()
     return model
 

@@ -173,7 +173,8 @@ def _read_licence(run: Run) -> dict[str, str]:
 def _describe_model(run: Run, plan: Plan, base: str | None, *, is_merged: bool) -> str:
     recipe, trained = plan.recipe, "trained from random weights"
     if base is not None:
-        trained = f"fine-tuned from {format_code(base)}"
+        part = "the language model of " if _is_multimodal(run) else ""
+        trained = f"fine-tuned from {part}{format_code(base)}"
     kind = "Weights"
     if recipe.has_adapters:
         kind = "Adapters merged into their base," if is_merged else "LoRA adapters,"
@@ -190,10 +191,21 @@ def _describe_model(run: Run, plan: Plan, base: str | None, *, is_merged: bool) 
             "is stored."
         )
     if recipe.has_adapters and not is_merged:
-        sentences.append("peft opens this folder over its base.")
+        # By the name of a multimodal base, transformers opens the whole of it.
+        base = "a copy of that language model" if _is_multimodal(run) else "its base"
+        sentences.append(f"peft opens this folder over {base}.")
     else:
         sentences.append("transformers opens this folder with `AutoModelForCausalLM.from_pretrained`.")
     return " ".join(sentences)
+
+
+def _is_multimodal(run: Run) -> bool:
+    """Return whether the run trained the language model alone of a multimodal base that is still there."""
+    path = (run.recorded_base or {}).get("weights")
+    try:
+        return isinstance(path, str) and WeightsFolder(Path(path), "base").multimodal_type is not None
+    except ValueError:
+        return False
 
 
 def _list_data(run: Run) -> Iterator[Row]:

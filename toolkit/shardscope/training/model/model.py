@@ -78,7 +78,7 @@ def build_from_config(
     Unlike :func:`build_model` it keeps the config's other settings (rotary angles, epsilons, the activation).
     No file is read: neither weights, nor a config that it refers to, nor code in its folder.
     """
-    config = _parse_config(config_json)
+    config = parse_config(config_json)
     of_language_model = config.get_text_config()
     of_language_model.use_cache = False
     _set_for_training(of_language_model, dropout)
@@ -96,7 +96,7 @@ def _set_for_training(config: PreTrainedConfig, dropout: float) -> None:
             setattr(config, name, value)
 
 
-def _parse_config(config_json: Mapping[str, object]) -> PreTrainedConfig:
+def parse_config(config_json: Mapping[str, object]) -> PreTrainedConfig:
     """Return the config that ``AutoConfig.from_pretrained`` would read from this config.json content."""
     from transformers import CONFIG_MAPPING
 

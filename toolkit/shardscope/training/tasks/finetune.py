@@ -85,7 +85,8 @@ class Finetune(TextTask):
     The plan's architecture is ``Architecture.from_hf("folder")``; other settings of its config.json (rotary
     angles, epsilons, the activation) are kept. Dropout is the recipe's, and routers are trained without noise
     or an auxiliary loss; an exported config.json has the folder's original values again. With LoRA the
-    folder is the frozen base. Every rank reads only what it keeps. Raises ``ValueError`` naming the field,
+    folder is the frozen base. Of a multimodal checkpoint (Gemma 3 4B, Ministral 3) the language model alone
+    is trained and exported. Every rank reads only what it keeps. Raises ``ValueError`` naming the field,
     its value, what is allowed and the nearest fix, also for files that are truncated, missing, outside of the
     folder or not safetensors.
     """
@@ -481,6 +482,13 @@ class Finetune(TextTask):
             f"{format_count(len(files), 'file')}",
             flush=True,
         )
+        if folder.multimodal_type is not None:
+            family = plan.architecture.model_type
+            print(
+                f"{folder.path.name} is a multimodal {folder.multimodal_type}: its language model alone "
+                f"({family}) is trained and exported",
+                flush=True,
+            )
         return lambda: build_from_config(config, plan.architecture, plan.recipe.dropout)
 
     def peak_rate(self, plan: Plan) -> float:
@@ -497,12 +505,14 @@ class Finetune(TextTask):
     def complete_export(self, folder: Path, plan: Plan) -> None:
         """See :class:`TextTask`. config.json gets the original values of settings disabled for training.
 
-        adapter_config.json gets the name of a base of the Hub, by which peft opens both.
+        adapter_config.json gets the name of a base of the Hub, by which peft opens both, unless the base is
+        multimodal.
         """
         WeightsTokenizer(self.folder).save(folder)
         if not plan.recipe.has_adapters:
             self.folder.write_config(folder)
-        elif (name := find_hub_name(self.weights)) is not None:
+        elif (name := find_hub_name(self.weights)) is not None and self.folder.multimodal_type is None:
+            # By a multimodal base's name peft would open all of it, whose modules have other names.
             write_base_name(folder, name)
 
     def frozen_base(self) -> dict[str, object]:

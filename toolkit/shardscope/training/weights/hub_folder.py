@@ -18,7 +18,8 @@ from shardscope.training.weights.weights_folder import CONFIG, PICKLES, WeightsF
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md"]
 """What a fine-tune reads: no pickled weights, and no code."""
-SUBFOLDERS = ["*/*"]
+NOT_READ = ["*/*", "consolidated*"]
+"""Subfolders, and the weights once more in the format of Mistral's own library, beside model.safetensors."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -93,7 +94,8 @@ def _measure_folder(folder: Path) -> int:
 
 def find_weights_problem(files: list[str]) -> str:
     """Return why a repository of ``files`` has no weights that can be read, with a fix; empty if it has."""
-    if any("/" not in name and name.endswith(".safetensors") for name in files):
+    read = (name for name in files if "/" not in name and not name.startswith("consolidated"))
+    if any(name.endswith(".safetensors") for name in read):
         return ""
     if any(name in PICKLES or name.endswith(PICKLE_SUFFIXES) for name in files):
         return (
@@ -111,7 +113,7 @@ def main() -> None:
     try:
         problem = find_weights_problem(HfApi().list_repo_files(repo_id))
         if not problem:
-            print(snapshot_download(repo_id, allow_patterns=FILES, ignore_patterns=SUBFOLDERS))
+            print(snapshot_download(repo_id, allow_patterns=FILES, ignore_patterns=NOT_READ))
     except Exception as error:
         # huggingface_hub wraps what happened in advice of several lines.
         cause = error.__cause__ or error

@@ -2,13 +2,14 @@
 
 Most families store the names of the module in memory. Experts, which transformers stacks in memory, are
 stored one by one, and some modules keep older names in files (transformers 5, ``conversion_mapping.py``).
+A multimodal checkpoint has its language model under a prefix, beside a vision tower and a projector.
 ``tests/unit/training/test_weights_folder.py`` compares with what transformers writes. Imports no torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.families.parameter_names import list_parameter_names
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
 
 HEAD = "lm_head.weight"
+MULTIMODAL_PREFIXES = {"language_model.model.": "language_model.", "model.language_model.": ""}
+"""Prefixes of the language model in a multimodal checkpoint, and of its head. The first are those of the Hub,
+which transformers 5 writes as well (``conversion_mapping.py``, "llava"), the others its own in memory."""
 UNUSED = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias|gpt_neox\..*\.attention\.(masked_)?bias)$"
 )
@@ -54,25 +58,37 @@ def find_sources(arch: Architecture, stored: Collection[str]) -> dict[str, Sourc
         tensors = find_stored_tensors(arch, stored)
         return {name: Source(tensor.shape, ((tensor.name,),)) for name, tensor in tensors.items()}
     # Names as in the files of a causal model; then adapt them to the files at hand.
-    prefix = list_parameter_names(arch).embedding.partition(".")[0] + "."
-    by_name = {name: _find_source(arch, name, shape) for name, shape in _list_tensors_in_memory(arch)}
-    if stored and not any(name.startswith(prefix) for name in stored):
-        by_name = {name: _remove_prefix(prefix, source) for name, source in by_name.items()}
+    rename = _find_renaming(arch, stored)
+    by_name = {
+        name: _rename(_find_source(arch, name, shape), rename)
+        for name, shape in _list_tensors_in_memory(arch)
+    }
     # A tied weight is one tensor in memory, and may have either name in the files.
     if arch.tie_word_embeddings:
         embedding = f"{list_parameter_names(arch).embedding}.weight"
-        embedding_name, head = by_name[embedding].names[0][0], _get_file_name(arch, HEAD)
+        embedding_name, head = by_name[embedding].names[0][0], rename(_get_file_name(arch, HEAD))
         if embedding_name not in stored and head in stored:
             by_name[embedding] = by_name[embedding]._replace(names=((head,),))
         by_name[HEAD] = by_name[embedding]
     return by_name
 
 
-def is_unused(arch: Architecture, name: str) -> bool:
-    """Return whether a stored tensor is allowed although nothing reads it."""
+def find_multimodal_prefix(stored: Collection[str]) -> str | None:
+    """Return the prefix that the files of a multimodal checkpoint have for its language model, or None."""
+    return next((prefix for prefix in MULTIMODAL_PREFIXES if any(n.startswith(prefix) for n in stored)), None)
+
+
+def is_unused(arch: Architecture, name: str, stored: Collection[str] = ()) -> bool:
+    """Return whether a tensor of the ``stored`` ones is allowed although nothing reads it."""
     if isinstance(arch, UnknownFamily):
         return is_ignored(arch, name)
-    if arch.tie_word_embeddings and name == _get_file_name(arch, HEAD):
+    multimodal = find_multimodal_prefix(stored)
+    head = _get_file_name(arch, HEAD)
+    if multimodal is not None:
+        head = MULTIMODAL_PREFIXES[multimodal] + head
+        if not name.startswith(multimodal) and name != head:
+            return True  # Vision tower and projector.
+    if arch.tie_word_embeddings and name == head:
         return True
     # Layers after the last one predict further tokens (DeepSeek-V3); transformers does not load them.
     is_multi_token = (
@@ -112,6 +128,19 @@ def _get_file_name(arch: Architecture, name: str) -> str:
     return name.replace(*renamed) if renamed else name
 
 
-def _remove_prefix(prefix: str, source: Source) -> Source:
-    names = (tuple(name.removeprefix(prefix) for name in joined) for joined in source.names)
-    return source._replace(names=tuple(names))
+def _find_renaming(arch: Architecture, stored: Collection[str]) -> Callable[[str], str]:
+    """Return the function from names in the files of a causal model to those in the files at hand."""
+    prefix = list_parameter_names(arch).embedding.partition(".")[0] + "."
+    multimodal = find_multimodal_prefix(stored)
+    if multimodal is not None:
+        before_head = MULTIMODAL_PREFIXES[multimodal]
+        return lambda name: (
+            multimodal + name.removeprefix(prefix) if name.startswith(prefix) else before_head + name
+        )
+    if stored and not any(name.startswith(prefix) for name in stored):
+        return lambda name: name.removeprefix(prefix)
+    return lambda name: name
+
+
+def _rename(source: Source, rename: Callable[[str], str]) -> Source:
+    return source._replace(names=tuple(tuple(rename(name) for name in joined) for joined in source.names))

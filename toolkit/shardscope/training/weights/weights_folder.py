@@ -24,7 +24,7 @@ from shardscope.families.unknown import UnknownFamily
 from shardscope.machine.user_folders import expand_home, list_entries
 from shardscope.records.json_files import read_json
 from shardscope.training.weights.safetensors_header import StoredTensor, read_header
-from shardscope.training.weights.stored_names import find_sources, is_unused
+from shardscope.training.weights.stored_names import HEAD, find_sources, is_unused
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -93,7 +93,7 @@ class WeightsFolder:
     # ---- Contents
 
     @cached_property
-    def config(self) -> Mapping[str, object]:
+    def whole_config(self) -> Mapping[str, object]:
         """Content of config.json, the only config file that is read. Raises ``ValueError``."""
         config = hf_config.read_config_file(self.resolve_file(CONFIG))
         if "configuration_files" in config:
@@ -105,6 +105,17 @@ class WeightsFolder:
                 f"the config of this version as {CONFIG}, without that key",
             )
         return config
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """Config of the model that is trained: in a multimodal checkpoint of a family, its language model."""
+        return hf_config.select_language_model(self.whole_config)
+
+    @property
+    def multimodal_type(self) -> str | None:
+        """``model_type`` of a multimodal checkpoint whose language model, of a family, is trained alone."""
+        whole = self.whole_config
+        return None if self.config is whole else str(whole.get("model_type"))
 
     @property
     def eos_token_id(self) -> object:
@@ -273,8 +284,13 @@ class WeightsFolder:
         missing = [name for name in expected if name not in stored]
         if missing:
             allowed = f"every tensor of {arch.name}; the files lack {len(missing):,}{_list_more(missing)}"
-            refuse(self.field, f"without {missing[0]}", allowed, "the files of the whole model")
-        extra = [name for name in stored if name not in expected and not is_unused(arch, name)]
+            fix = "the files of the whole model"
+            if self.multimodal_type is not None and len(missing) == 1 and missing[0].endswith(HEAD):
+                fix += (
+                    f", or 'tie_word_embeddings': true for the language model in {CONFIG}, if it has no head"
+                )
+            refuse(self.field, f"without {missing[0]}", allowed, fix)
+        extra = [name for name in stored if name not in expected and not is_unused(arch, name, stored)]
         if extra:
             allowed = f"tensors of {arch.name}: {len(extra):,} are not part of it{_list_more(extra)}"
             refuse(self.field, extra[0], allowed, f"the files of a {arch.model_type} and nothing else")
