@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.requirements import needs
 
 import shardscope as ss
 from shardscope.families.unknown import UnknownFamily, build_meta_model, list_causal_language_models
+from shardscope.memory.state.lora import find_adapter_targets
+from shardscope.training.tasks.choices import choose_micro_batch
 
 CONFIG = {
     "model_type": "stablelm",
@@ -205,3 +210,21 @@ def test_peft_adapts_each_linear_of_the_layers(
         adapted = peft.get_peft_model(model, config)
     expected = sum(size for name, size in linears.items() if name.rpartition(".")[2] in targets)
     assert adapted.get_nb_trainable_parameters()[0] == 2 * expected
+
+
+def test_exported_scripts_adapt_the_linears_of_the_plan(tmp_path: Path) -> None:
+    """Their default is the attention of the first layer, which is linear attention in Qwen3.5."""
+    needs("transformers")
+    plan = build_plan(CONFIG)
+    plan = replace(plan, recipe=replace(plan.recipe, method="lora"))
+    plan.export(tmp_path)
+    recipe = json.loads((tmp_path / "plan.json").read_text())["recipe"]
+    assert recipe["lora_targets"] == list(find_adapter_targets(plan.architecture, plan.recipe))
+    assert "up_proj" in recipe["lora_targets"]
+    plan.export(tmp_path)  # Its own files are replaced.
+
+
+def test_no_micro_batch_is_said_not_to_fit_without_a_prediction() -> None:
+    needs("transformers")
+    choice = choose_micro_batch(build_plan(CONFIG))
+    assert choice.value == 1 and choice.why.startswith("No memory is predicted")
