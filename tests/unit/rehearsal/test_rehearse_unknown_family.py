@@ -128,3 +128,22 @@ def test_installed_kernels_of_linear_attention_do_not_run(
     recipe = ss.Recipe(seq_len=64, global_batch_size=2)
     report = ss.Plan(arch, ss.Cluster.parse("2xh100-sxm-80gb"), recipe, ss.Layout.ddp()).rehearse()
     assert "flash-linear-attention" in report.explain("activations")
+
+
+@thorough()
+def test_installed_kernels_of_mamba_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mamba_ssm" / "ops" / "triton" / "ssd_combined"
+    package.mkdir(parents=True)
+    names = ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined")
+    kernels = [f"def {name}(*args, **kwargs):\n    raise RuntimeError('a Triton kernel')\n" for name in names]
+    for folder in (package, *list(package.parents)[:3]):
+        (folder / "__init__.py").write_text("".join(kernels))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sizes = {name: HYBRID[name] for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "falcon_h1", **sizes, **mamba, **heads}
+    arch = ss.Architecture.from_hf(config, rehearse_only=True)
+    recipe = ss.Recipe(seq_len=64, global_batch_size=2)
+    report = ss.Plan(arch, ss.Cluster.parse("2xh100-sxm-80gb"), recipe, ss.Layout.ddp()).rehearse()
+    assert report.components["activations"] > 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.core.errors import Value, refuse
 from shardscope.core.number_format import join_list
+from shardscope.families.unknown import UnknownFamily
 from shardscope.frameworks.engines import render_files
 from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, describe_plan
 from shardscope.machine.user_folders import check_home
+from shardscope.memory.state.lora import find_adapter_targets
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
@@ -43,6 +46,10 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
 
 def list_files(plan: Plan) -> list[Exported]:
     """Return the files of ``plan``'s export: its JSON, its framework's own files, and a list of them."""
+    if plan.recipe.has_adapters and isinstance(plan.architecture, UnknownFamily):
+        # The scripts' own default is the attention of the first layer, as in families with formulas.
+        targets = find_adapter_targets(plan.architecture, plan.recipe)
+        plan = replace(plan, recipe=replace(plan.recipe, lora_targets=targets))
     framework_files: Sequence[Exported | Absent] = render_files(plan)
     plan_file = Exported(
         name=PLAN_FILE, what="the plan itself: ss.Plan.from_json takes its text", text=plan.to_json() + "\n"

@@ -234,11 +234,9 @@ def _refuse_family(data: Mapping[str, object], family: object) -> NoReturn:
 
 def _is_built_by_transformers(family: object) -> bool:
     """Return whether the installed transformers has a causal language model of this ``model_type``."""
-    try:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ModuleNotFoundError:
-        return False
-    return family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from shardscope.families.unknown import list_causal_language_models
+
+    return family in list_causal_language_models()
 
 
 def _find_family_of_class(data: Mapping[str, object]) -> str | None:
@@ -263,6 +261,7 @@ def _refuse_other_model(data: Mapping[str, object], family: str) -> NoReturn:
         key, model_type = part
         if model_type is not None and is_causal_language_model(model_type):
             fix = f"its language model alone, from_hf(config[{key!r}], rehearse_only=True)"
+            fix += "; Finetune needs a checkpoint of that alone"
     allowed = "a model_type for which the installed transformers has a causal language model"
     refuse("config.json model_type", family, allowed, fix)
 

@@ -7,7 +7,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from shardscope.core.architecture import Architecture
@@ -28,6 +30,15 @@ SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+
+LAYER_LINEAR = re.compile(r"\.\d+\.(?:.+\.)?([A-Za-z_]\w*)$")
+"""Name of a module within a layer, which is an entry of a ``ModuleList``: ``lm_head`` is not. Linears with
+a number as their name are left out: peft would adapt the layers of that number (CTRL)."""
+FUSED_IN_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
+"""Names that peft gives to the fused experts as well, if files have each expert by itself (peft 0.21.2,
+transformers_weight_conversion.py): their adapters would be many times those of the Linears."""
+REFUSED_BY_PEFT: Mapping[str, tuple[str, ...]] = {"falcon_h1": ("out_proj",), "nemotron_h": ("out_proj",)}
+"""Names that peft does not adapt, by ``model_type`` (peft 0.21.2, _check_lora_target_modules_mamba)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +115,24 @@ class UnknownFamily(Architecture):
 
     @cached_property
     def lora_shapes(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """Distinct ``(target, (out_features, in_features))`` of the layers' Linears (imports torch)."""
-        from torch.nn import Linear
+        """Distinct ``(target, (out_features, in_features))`` of the layers' Linears (imports torch).
 
-        # A layer's modules are those of an entry of a ModuleList: lm_head is not.
+        Without those that peft does not adapt one by one.
+        """
+        from torch.nn import Linear
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        model = build_meta_model(self)
+        skipped = REFUSED_BY_PEFT.get(model.config.model_type, ())
+        conversions = get_checkpoint_conversion_mapping(model.config.model_type) or ()
+        if any(target.endswith("down_proj") for one in conversions for target in one.target_patterns):
+            skipped += FUSED_IN_EXPERTS
+        # Subclasses return more than a product, such as Llama 4's router.
+        linears = [(name, module) for name, module in model.named_modules() if type(module) is Linear]
         return tuple(dict.fromkeys(
-            (name.rpartition(".")[2], (module.out_features, module.in_features))
-            for name, module in build_meta_model(self).named_modules()
-            if isinstance(module, Linear) and re.search(r"\.\d+\.", name)
+            (match[1], (module.out_features, module.in_features))
+            for name, module in linears
+            if (match := LAYER_LINEAR.search(name)) and match[1] not in skipped
         ))  # fmt: skip
 
     @property
@@ -138,8 +159,15 @@ def build_meta_model(architecture: UnknownFamily) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(build_transformers_config(architecture))
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(build_transformers_config(architecture))
+    except Exception as error:  # Each family's code fails in its own way for values that do not fit.
+        reason = f"{type(error).__name__}: {get_first_line(error)}"
+        raise ValueError(
+            f"config.json model_type is {architecture.model_type!r}; allowed: a config from which the "
+            f"installed transformers can build its model. Its error: {reason[:300]}"
+        ) from error
     return model
 
 
@@ -159,10 +187,27 @@ def is_causal_language_model(model_type: str) -> bool:
     """
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ModuleNotFoundError:
         return True
-    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING_NAMES
+    return model_type in list_causal_language_models() or model_type not in CONFIG_MAPPING_NAMES
+
+
+@cache
+def list_causal_language_models() -> frozenset[str]:
+    """Return every ``model_type`` that the installed transformers has a causal language model of.
+
+    Without classes of a whole multimodal model (``Gemma4ForConditionalGeneration``): text alone never calls
+    its towers, for which DDP fails. The table is read as text, because its import takes seconds, with torch.
+    """
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    table = (Path(spec.origin).parent / "models/auto/modeling_auto.py").read_text(encoding="utf-8")
+    table = table.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2].partition("\n)")[0]
+    classes = re.findall(r'\("([^"]+)", "(\w+)"\)', table)
+    return frozenset(
+        model_type for model_type, name in classes if not name.endswith("ForConditionalGeneration")
+    )
 
 
 def _read_size(hf_config: object, field: str) -> int | None:

@@ -7,8 +7,8 @@ import os
 import sys
 import traceback
 
-GPU_KERNEL_PACKAGES = ("fla", "causal_conv1d")
-"""Packages that transformers imports if they are installed, for linear attention and short convolutions."""
+GPU_KERNEL_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
+"""Packages that transformers imports if installed: linear attention, short convolutions and Mamba."""
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from shardscope.core.number_format import format_share
 from shardscope.core.plan import Plan, check_type
 from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import check_trained, list_layout_names
+from shardscope.memory.activations.forward import check_known
 from shardscope.planner.abilities import TITLES
 from shardscope.planner.advice import (
     descriptions,
@@ -147,9 +148,9 @@ def recommend(
     ``progress(message, fraction)`` is called before each question, and repeatedly by the search over all
     layouts; it may end the advice by raising, with any error but a ``ValueError``.
 
-    Raises ``ValueError`` for arguments of a wrong type, and for unknown names in ``familiar_with``. If no
-    plan of a search fits either, there is no error: :attr:`Advice.plan` is None, and
-    :attr:`Advice.alternatives` has the nearest misses with the missing memory.
+    Raises ``ValueError`` for arguments of a wrong type, for a model without formulas, and for unknown names
+    in ``familiar_with``. If no plan of a search fits either, there is no error: :attr:`Advice.plan` is None,
+    and :attr:`Advice.alternatives` has the nearest misses with the missing memory.
     """
     # 1. Check the arguments here, so that the error names the argument and not a formula that fails later.
     for name, noun, kind in (
@@ -158,6 +159,7 @@ def recommend(
         ("recipe", recipe, Recipe),
     ):
         check_type(name, noun, kind)
+    check_known(architecture)
     if current is not None:
         check_type("current", current, Plan)
     # 2. Ask the questions in order. Each one may replace path.current, the plan that they lead to.

@@ -29,6 +29,7 @@ from shardscope.planner.checks.case import Case
 __all__ = ["CHECKS", "SEVERITIES", "Finding", "Findings", "Severity", "run_checks"]
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
+    memory.check_formulas,
     memory.check_memory_sizes,
     memory.check_tight_fit,
     recomputation.check_missing_recomputation,

@@ -10,6 +10,7 @@ from shardscope.core.cluster import name_device
 from shardscope.core.finding import Finding, PlanChange, Question
 from shardscope.core.layout import list_divisors
 from shardscope.core.number_format import format_gib
+from shardscope.memory.activations.forward import check_known
 from shardscope.memory.overheads.libraries import TIGHT_PERCENT
 from shardscope.planner.advice.plan_evaluator import PAYS, SAFE, has_offload
 from shardscope.planner.checks.case import Case, Variant, evaluate_variants, find_fastest
@@ -46,6 +47,21 @@ NAMES = {
     "NVMe": "nvme",
     WHILE_BUILT: "host-memory-at-start",
 }
+
+
+def check_formulas(case: Case) -> Iterator[Finding]:
+    """Report a model without formulas: nothing is predicted, and checks of memory and step are skipped."""
+    try:
+        check_known(case.plan.architecture)
+    except ValueError:
+        yield Finding(
+            name="no-formulas",
+            severity="hint",
+            why=f"There are no formulas for {case.plan.architecture.name}: neither the memory nor the step "
+            "time of this plan was checked.",
+            number=None,
+            change="plan.rehearse(), which counts its memory",
+        )
 
 
 def check_memory_sizes(case: Case) -> Iterator[Finding]:

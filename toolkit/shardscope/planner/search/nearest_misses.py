@@ -79,15 +79,18 @@ def _choose_nearest(ranking: Ranking, rows: NDArray[np.int64], limit: int) -> ND
     return rows[np.lexsort(keys)][:limit]
 
 
-def explain_no_plan(ranking: Ranking) -> str:
-    """Return the error message if nothing fits: the nearest misses, and why frameworks have no plan, a line
-    each."""
-    # Several frameworks often refuse a recipe for the same reason: print it once.
+def list_refusals(ranking: Ranking) -> list[str]:
+    """Return why frameworks have no plan; those with the same reason together."""
     refused: dict[str, list[str]] = {}
     for name, why in ranking.refused.items():
         refused.setdefault(why, []).append(name)
-    reasons = [miss.text for miss in ranking.misses]
-    reasons += [f"{', '.join(names)}: {why}" for why, names in refused.items()]
+    return [f"{', '.join(names)}: {why}" for why, names in refused.items()]
+
+
+def explain_no_plan(ranking: Ranking) -> str:
+    """Return the error message if nothing fits: the nearest misses, and why frameworks have no plan, a line
+    each."""
+    reasons = [miss.text for miss in ranking.misses] + list_refusals(ranking)
     other = describe_other_recipe(ranking)
     other = f"\n{other}" if other else ""
     lines = "".join(f"\n- {reason}" for reason in reasons)

@@ -23,6 +23,7 @@ from shardscope.planner.search.nearest_misses import (
     explain_no_plan,
     find_nearest_misses,
     list_nearest_misses,
+    list_refusals,
 )
 from shardscope.planner.search.step_times import complete_step_seconds
 from shardscope.timing.report import HOUR_SECONDS
@@ -452,15 +453,20 @@ class Ranking:
             "seconds per step", "peak GiB", "fits",
         )  # fmt: skip
         caption = f"{self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}"
-        unknown_memory = f"<p>{escape(self.unknown_memory)}</p>" if self.unknown_memory else ""
-        return render_html_table(head, rows, f"{caption}; the best {len(rows)}") + unknown_memory
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self._list_notes())
+        return render_html_table(head, rows, f"{caption}; the best {len(rows)}") + notes
 
     def __repr__(self) -> str:
-        unknown_memory = f" {self.unknown_memory}" if self.unknown_memory else ""
+        notes = "".join(f" {note}" for note in self._list_notes())
         return (
             f"<Ranking: {self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}, "
-            f"{self.seconds:.2f} s.{unknown_memory}>"
+            f"{self.seconds:.2f} s.{notes}>"
         )
+
+    def _list_notes(self) -> list[str]:
+        """Return the text on memory of unknown size, and why there is no plan if none was evaluated."""
+        refusals = [] if self.num_evaluated else list_refusals(self)
+        return [self.unknown_memory, *refusals] if self.unknown_memory else refusals
 
 
 def _describe_lack(name: str, num_bytes: int, room_bytes: int, device: str) -> str:

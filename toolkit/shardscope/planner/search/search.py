@@ -94,7 +94,8 @@ def search(
     )
     # 4. If nothing fits, search once more with the nearest recipe that may.
     other = None if ranking.num_feasible else _find_other_recipe(recipe, cluster, is_uneven=not candidates)
-    if other is None:
+    # Without formulas no other recipe has any.
+    if other is None or (candidates and not ranking.num_evaluated):
         return ranking
 
     # In a field of its own: the result of the requested recipe is not replaced.

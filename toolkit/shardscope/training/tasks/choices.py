@@ -417,6 +417,9 @@ def choose_micro_batch(plan: Plan, multiple: int = 1) -> Reasoned:
         report = None if changed is None else predict_memory(changed)
         if changed is not None and report is not None and fits(changed, report):
             fitting.append((changed, report, predict_step(changed)))
+    if predict_memory(plan) is None:
+        why = "No memory is predicted for this plan: plan.rehearse() counts it."
+        return Reasoned(recipe.micro_batch_size, why)
     if not fitting:
         return Reasoned(recipe.micro_batch_size, "No micro-batch fits: plan.repairs() names what would.")
     rates = [0.0 if step is None else step.tokens_per_second for _, _, step in fitting]
