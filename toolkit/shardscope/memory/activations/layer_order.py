@@ -19,7 +19,8 @@ from shardscope.memory.activations.forward import (
 )
 from shardscope.memory.activations.modules.attention import find_window_layers, list_windows
 from shardscope.memory.activations.modules.dora import compute_dora_peaks, compute_dora_vectors
-from shardscope.memory.activations.modules.layer_peaks import LayerPeak, compute_layer_peaks
+from shardscope.memory.activations.modules.layer_forward import LayerPeak
+from shardscope.memory.activations.modules.layer_peaks import compute_layer_peaks
 from shardscope.memory.activations.weight_casts import (
     compute_passing_cast,
     compute_weight_casts,

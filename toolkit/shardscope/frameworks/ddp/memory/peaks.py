@@ -15,7 +15,7 @@ from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.memory.activations.layer_order import LayerKind, LayerOrder, StageLayer
-    from shardscope.memory.activations.modules.layer_peaks import LayerPeak
+    from shardscope.memory.activations.modules.layer_forward import LayerPeak
     from shardscope.memory.activations.stage_activations import StageBackward
     from shardscope.memory.state.stages import Stage
 

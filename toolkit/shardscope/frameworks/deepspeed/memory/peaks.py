@@ -239,7 +239,7 @@ class _BackwardPeaks:
         chosen = list(zip(list_candidate_depths(num_layers - 1), counts.layers, strict=False))
         largest = counts.layers_before_largest
         if is_array(largest) or 1 < largest < num_layers - 1:
-            chosen.append((largest, counts.layers[-1]))
+            chosen.append((largest, counts.layers[3]))
         if interval > 2:
             # The first recomputed layer in backward order may be neither of the first two.
             chosen.append(((num_layers - 1) % interval, counts.layers[1]))
@@ -251,9 +251,11 @@ class _BackwardPeaks:
         The first value is whether the stage has such a layer.
         """
         last_index = self.sizes.num_layers - 1
-        first_phases, second_phases, last_phases, _, unwindowed_phases = self.counts.layers
+        first_phases, second_phases, last_phases, largest_phases, unwindowed_phases = self.counts.layers
+        largest = self.counts.layers_before_largest
+        order = self.backward.find_layer_order()
         chosen: list[tuple[bool, int, LayerPhases]] = []
-        for kind in self.backward.find_layer_order().kinds:
+        for kind in order.kinds:
             exists = kind.num_layers > 0
             if kind.pattern is None or kind.pattern.windowed != self.sizes.windowed or exists is False:
                 continue
@@ -262,6 +264,9 @@ class _BackwardPeaks:
             chosen.append((exists, last_index - last, phases))
             phases = last_phases if self.sizes.windowed else unwindowed_phases
             chosen.append((exists, last_index - first, phases))
+            has_largest = exists & order.is_kind_at(kind, last_index - largest)
+            if has_largest is not False:
+                chosen.append((has_largest, largest, largest_phases))
         return chosen
 
     def _find_layer_peaks(self, num_passed: int, phases: LayerPhases) -> list[PeakCandidate]:
