@@ -115,7 +115,7 @@ class UnknownFamily(Architecture):
 
     @cached_property
     def lora_shapes(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """Distinct ``(target, (out_features, in_features))`` of the layers' Linears (imports torch).
+        """Return distinct ``(target, (out_features, in_features))`` of the layers' Linears (imports torch).
 
         Without those that peft does not adapt one by one.
         """

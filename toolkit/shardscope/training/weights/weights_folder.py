@@ -94,7 +94,7 @@ class WeightsFolder:
 
     @cached_property
     def whole_config(self) -> Mapping[str, object]:
-        """Content of config.json, the only config file that is read. Raises ``ValueError``."""
+        """Return the content of config.json, the only config file that is read. Raises ``ValueError``."""
         config = hf_config.read_config_file(self.resolve_file(CONFIG))
         if "configuration_files" in config:
             # transformers would read another, unchecked file instead of this one.
@@ -108,12 +108,12 @@ class WeightsFolder:
 
     @property
     def config(self) -> Mapping[str, object]:
-        """Config of the model that is trained: in a multimodal checkpoint of a family, its language model."""
+        """Return the config of the model that is trained: the language model of a multimodal checkpoint."""
         return hf_config.select_language_model(self.whole_config)
 
     @property
     def multimodal_type(self) -> str | None:
-        """``model_type`` of a multimodal checkpoint whose language model, of a family, is trained alone."""
+        """Return the ``model_type`` of a multimodal checkpoint; None for a language model."""
         whole = self.whole_config
         return None if self.config is whole else str(whole.get("model_type"))
 
