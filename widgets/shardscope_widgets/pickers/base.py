@@ -226,7 +226,7 @@ def _shorten(error: FieldError) -> str:
 
 
 def format_fix_value(value: object) -> str:
-    """Return a value as a person writes it into an input: ``1,024``, ``0.001``, ``q_proj, v_proj``."""
+    """Return a value as it is typed into an input, such as ``1,024`` or ``q_proj, v_proj``."""
     if is_int(value):
         return f"{value:,}"
     if isinstance(value, float) and value.is_integer():

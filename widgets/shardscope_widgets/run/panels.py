@@ -128,7 +128,7 @@ def find_first_numbers(records: Iterable[Mapping[str, object]]) -> dict[str, flo
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether ``value`` can be drawn: a number, but not a bool."""
+    """Return whether ``value`` is a number that a chart can draw, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
