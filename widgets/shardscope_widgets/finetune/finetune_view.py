@@ -108,11 +108,11 @@ class FinetuneView(View):
         if "form" not in vars(self):  # The form is being created.
             return
         setup = self.form.setup
-        self.plan = None if setup is None else setup.plan
-        self.form.preview.set_plan(self.plan)
+        self.form.preview.set_plan(None if setup is None else setup.plan)
         controls.show_if(self._memory_place, setup is not None)
         self._show_button()
         if setup is None:
+            self.plan = None
             self.headline.value = render_missing(self.form.message)
             return
         preview = self.form.preview_of_data
@@ -130,6 +130,7 @@ class FinetuneView(View):
         shown = ShownMemory(setup.plan, reports, tiers=TIERS)
         draw_memory(self.figure, shown)
         self.caption.value = write_caption(shown)
+        self.plan = setup.plan  # Last: whoever waits for it finds the rest shown.
 
     def _show_button(self) -> None:
         against = IS_ACTIVE if self.outcome.is_active else self._submitting

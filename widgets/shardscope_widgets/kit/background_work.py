@@ -66,8 +66,7 @@ class WorkPanel(widgets.HBox):
         """Create the panel. ``on_press`` starts the work; without it the button repeats the latest work."""
         self._cancel = threading.Event()
         self._repeat: Callable[[], None] | None = None
-        self.is_busy = False
-        """Whether work is running."""
+        self._is_busy = False
         # Reentrant: an observer of the enabled button may start the next work immediately.
         self._changing = threading.RLock()
         self.button = controls.create_button(
@@ -85,6 +84,12 @@ class WorkPanel(widgets.HBox):
         controls.add_classes(self.words, "ss-hint", "ss-words")
         super().__init__([self.button, self.progress, self.cancel])
         self.add_class("ss-work")
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether work is running, or its end is being shown by its thread."""
+        with self._changing:
+            return self._is_busy
 
     def show_button(self, is_shown: bool) -> None:
         """Show the button, or hide it."""
@@ -105,7 +110,7 @@ class WorkPanel(widgets.HBox):
         until the progress gives a better estimate.
         """
         with self._changing:
-            if self.is_busy:
+            if self._is_busy:
                 return
             self._repeat = partial(self.start, work, on_done, describe_result, expected_seconds)
             self._cancel.clear()
@@ -161,7 +166,7 @@ class WorkPanel(widgets.HBox):
                 self._show_busy(False)
 
     def _show_busy(self, busy: bool) -> None:
-        self.is_busy = busy
+        self._is_busy = busy
         self.progress.value = 0
         for widget in (self.progress, self.cancel):
             widget.layout.display = "" if busy else "none"

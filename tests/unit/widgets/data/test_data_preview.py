@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake_runs import wait_until
+from finetune_views import READ_SECONDS, wait_until_read
 from tests.requirements import needs
 from tests.weights_folders import write_chat_folder
 
@@ -23,9 +24,6 @@ from shardscope_widgets.data.preview_view import PreviewView
 
 needs("datasets")
 needs("transformers")
-
-READ_SECONDS = 60.0
-"""The first read imports datasets and transformers."""
 
 
 @pytest.fixture
@@ -50,12 +48,6 @@ def write_questions(path: Path, num_rows: int = 120) -> Path:
 def enter_data(view: FinetuneView, path: Path) -> None:
     view.form.inputs.data.value = str(path)
     wait_until_read(view)
-
-
-def wait_until_read(view: FinetuneView) -> None:
-    # The worker is idle once the observers of its answer are done.
-    assert wait_until(lambda: not view.form.data_panel._reader.is_busy, READ_SECONDS)
-    assert not view.form.data_panel.is_reading
 
 
 def test_one_line_describes_the_data(view: FinetuneView) -> None:

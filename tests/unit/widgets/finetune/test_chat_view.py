@@ -84,7 +84,7 @@ def test_both_models_answer_side_by_side_and_texts_are_escaped() -> None:
     type_and_send(view, "too early")
     for chat in run.chats.values():
         chat.allowed.release(2)
-    assert wait_until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy and view.stop_button.disabled)
     assert "Paris" in base.value and "&lt;b&gt;capital?&lt;/b&gt;" in base.value
     assert "&lt;img src=x onerror=alert(1)&gt; &amp;" in tuned.value
     assert "<img" not in tuned.value and "too early" not in base.value and view.stop_button.disabled
@@ -103,12 +103,12 @@ def test_stop_keeps_what_was_answered_and_clear_forgets_it() -> None:
         chat.allowed.release()
     assert wait_until(lambda: base.value.endswith("one ") and tuned.value.endswith("eins "))
     view.stop_button.click()
-    assert wait_until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy and view.stop_button.disabled)
     assert "one" in base.value and "two" not in base.value and "zwei" not in tuned.value
     type_and_send(view, "count")
     assert wait_until(lambda: len(run.chats[True].texts) == len(run.chats[False].texts) == 2)
     view.clear_button.click()
-    assert wait_until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy and view.stop_button.disabled)
     assert base.value == tuned.value == "" and run.chats[True].num_resets == 1
     view.close()
 
@@ -119,13 +119,13 @@ def test_an_empty_answer_says_so() -> None:
     type_and_send(view, "hello")
     for chat in run.chats.values():
         chat.allowed.release()
-    assert wait_until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy and view.stop_button.disabled)
     assert "an empty answer" in base.value and "empty" not in tuned.value
     run.chats[True].pieces = ["late"]
     type_and_send(view, "hello?")
     assert wait_until(lambda: len(run.chats[True].texts) == 2)
     view.stop_button.click()
-    assert wait_until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy and view.stop_button.disabled)
     assert "stopped before an answer" in base.value
     view.close()
 
@@ -136,7 +136,7 @@ def test_an_error_is_shown_where_the_answer_would_be() -> None:
     type_and_send(view, "hello")
     for chat in run.chats.values():
         chat.allowed.release()
-    assert wait_until(lambda: not view.box.busy)
+    assert wait_until(lambda: not view.box.busy and view.stop_button.disabled)
     assert "role='alert'>no &lt;memory&gt; left" in base.value and "fine" in tuned.value
     view.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_runs import wait_until
+from finetune_views import wait_until_read
 from tests.requirements import needs
 from tests.weights_folders import write_chat_folder
 
@@ -35,8 +36,7 @@ def write_rows(rows: list[dict[str, str]]) -> str:
 @pytest.mark.usefixtures("weights")
 def test_a_few_long_rows_are_left_out_and_counted() -> None:
     view: Any = FinetuneView("chatty", write_rows([*SHORT, LONG]))
-    assert wait_until(lambda: view.plan is not None, 120), view.headline.value
-    assert wait_until(lambda: view.form.data_panel.advice is None, 120)
+    wait_until_read(view, lambda: view.plan is not None)
     assert view.plan.recipe.seq_len == 24 and view.task.bad_rows == "skip_truncated"
     summary = view.form.preview.summary
     assert wait_until(lambda: "Left out: 1 row without a token that bears loss" in summary.value, 60)
@@ -50,7 +50,7 @@ def test_a_few_long_rows_are_left_out_and_counted() -> None:
 def test_a_large_share_of_tokens_that_is_cut_off_is_shown_without_opening_the_preview() -> None:
     rows = [{"prompt": f"Who is {number}?", "completion": " whale" * 500} for number in range(60)]
     view: Any = FinetuneView("chatty", write_rows(rows))
-    assert wait_until(lambda: view.plan is not None and view.form.data_panel.advice is None, 120)
+    wait_until_read(view, lambda: view.plan is not None)
     assert view.plan.recipe.seq_len == 256
     # 256 of the tokens of each row are kept.
     lengths = view.form.preview_of_data.lengths
@@ -62,9 +62,9 @@ def test_a_large_share_of_tokens_that_is_cut_off_is_shown_without_opening_the_pr
 @pytest.mark.usefixtures("weights")
 def test_data_that_are_all_cut_off_are_refused_at_their_input() -> None:
     view: Any = FinetuneView("chatty", write_rows([{**LONG, "prompt": "whale " * 600}] * 60))
-    assert wait_until(lambda: view.form.data_panel.preview is not None, 120)
     row = view.form.inputs.rows["data"]
-    assert wait_until(lambda: "60 rows without a token that bears loss" in row.message, 120), row.message
+    wait_until_read(view, lambda: row.message)
+    assert "60 rows without a token that bears loss" in row.message
     assert view.plan is None and view.button.disabled
     view.close()
 
@@ -84,7 +84,7 @@ def test_the_length_follows_the_machine(weights: Path) -> None:
             seq_len: int = plan.recipe.seq_len
             return (seq_len > 2048) == is_long and view.form.preview_of_data.seq_len == seq_len
 
-        assert wait_until(is_ready, 60), (view.headline.value, view.plan)
+        wait_until_read(view, is_ready)
 
     wait_for_length("cpu", is_long=False)
     view.form.set_machine(ss.Cluster.parse("a100-sxm-80gb"))

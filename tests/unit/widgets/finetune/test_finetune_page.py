@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_runs import FakeRun, record, wait_until
+from finetune_views import wait_until_read
 from tests.requirements import needs
 from tests.weights_folders import make_multimodal, write_chat_folder
 
@@ -22,7 +23,6 @@ needs("transformers")
 needs("torch")
 
 NUM_ROWS = 60
-READ_SECONDS = 180.0
 
 
 @pytest.fixture
@@ -42,8 +42,7 @@ def fill(studio: Any, weights: str = "chatty", data: str = "rows.jsonl") -> None
     studio.tabs.value = "Fine-tune"
     inputs = studio.finetune.form.inputs
     inputs.weights.value, inputs.data.value = weights, data
-    assert wait_until(lambda: studio.finetune.form.setup is not None, READ_SECONDS)
-    assert wait_until(lambda: not studio.finetune.form.data_panel._reader.is_busy, READ_SECONDS)
+    wait_until_read(studio.finetune, lambda: studio.finetune.form.setup is not None)
 
 
 def test_model_and_data_become_the_studios_plan_and_the_main_buttons_task(studio: Any) -> None:
@@ -110,7 +109,7 @@ def test_the_plan_that_the_form_replaced_can_be_restored(studio: Any) -> None:
     assert studio.plan.architecture != before.architecture
     # A further change of the form does not change what Undo restores.
     studio.finetune.form.inputs.method.value = "full"
-    assert wait_until(lambda: studio.plan.recipe.method == "full")
+    wait_until_read(studio.finetune, lambda: studio.plan.recipe.method == "full")
     studio.notice.press_button("Undo")
     assert studio.plan == before and studio.architecture.weights_folder is None
     assert OTHER_MODEL in studio.finetune.notice.value and "Undo" not in studio.notice.value
@@ -184,13 +183,11 @@ def test_preference_pairs_are_trained_by_dpo_with_nothing_else_to_choose(studio:
         "a twentieth of the supervised rate"
     )
     page.form.inputs.method.value = "full"
-    assert wait_until(lambda: studio.plan.recipe.method == "full", READ_SECONDS)
+    wait_until_read(page, lambda: studio.plan.recipe.method == "full")
     assert "The reference is the initial model: one forward over all pairs" in page.form.note.value
     studio.launch.task.check(studio.plan)
     page.form.inputs.data.value = "rows.jsonl"
-    assert wait_until(
-        lambda: page.form.setup is not None and page.form.setup.task.objective == "sft", READ_SECONDS
-    )
+    wait_until_read(page, lambda: page.form.setup is not None and page.form.setup.task.objective == "sft")
 
 
 def test_pretraining_can_be_chosen_again(studio: Any) -> None:
@@ -260,7 +257,7 @@ def test_apply_of_fewer_steps_sets_the_forms_steps_for_a_text(studio: Any, tmp_p
     studio.tabs.value = "Fine-tune"
     form = studio.finetune.form
     form.inputs.weights.value, form.inputs.data.value = "chatty", "short.txt"
-    assert wait_until(lambda: form.setup is not None, READ_SECONDS)
+    wait_until_read(studio.finetune, lambda: form.setup is not None)
     # Rows have epochs, a text has steps.
     assert form.settings.rows["num_steps"].is_shown and not form.settings.rows["num_epochs"].is_shown
     studio._check_results.discard()

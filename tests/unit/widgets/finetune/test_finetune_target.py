@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_runs import FakeRun, record, wait_until
+from finetune_views import wait_until_read
 from test_finetune_view import files, show
 
 import shardscope as ss
@@ -60,10 +61,7 @@ def show_with_targets() -> Any:
 
 
 def wait_for_plan(view: Any, cluster: str) -> None:
-    assert wait_until(lambda: view.plan is not None and str(view.plan.cluster) == cluster, 30), (
-        view.headline.value
-    )
-    assert wait_until(lambda: view.form.data_panel.advice is None)
+    wait_until_read(view, lambda: view.plan is not None and str(view.plan.cluster) == cluster)
 
 
 def test_a_queue_sets_the_plan_and_the_target(
@@ -117,7 +115,7 @@ def test_an_ambiguous_gpu_type_is_asked_for(files: Path, queues: None) -> None:
     assert view.plan.recipe.precision == "bf16-mixed"
     # What needs a GPU is offered there, whatever this machine has.
     view.form.inputs.method.value = "qlora"
-    assert wait_until(lambda: view.plan is not None and view.plan.recipe.method == "qlora")
+    wait_until_read(view, lambda: view.plan is not None and view.plan.recipe.method == "qlora")
     view.place.target.choice.value = ""
     wait_for_plan(view, "2xcpu")
     assert view.plan.recipe.method == "lora" and "ss-off" in view.place._kind_line._dom_classes
@@ -138,8 +136,8 @@ def test_why_a_scheduler_refuses_is_shown(files: Path, queues: None, monkeypatch
     view.place.target.choice.value = "Slurm: cpu"
     wait_for_plan(view, "1xcpu")
     view.button.click()
-    assert wait_until(lambda: "a folder that the nodes see" in view.notice.value)
-    assert "Launch anyway" in view.notice.value and not view.button.disabled
+    assert wait_until(lambda: "a folder that the nodes see" in view.notice.value and not view.button.disabled)
+    assert "Launch anyway" in view.notice.value
     view.launch(force=True)
     assert wait_until(lambda: len(launches) == 2) and launches[1]["force"] is True
     view.close()

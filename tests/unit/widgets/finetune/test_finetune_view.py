@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake_runs import FakeRun, record, wait_until
+from finetune_views import wait_until_read
 from tests.requirements import needs, sample
 from tests.weights_folders import write_chat_folder
 
@@ -41,9 +42,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def show(data: Any = "rows.jsonl") -> Any:
     view: Any = FinetuneView("chatty", data)
-    assert wait_until(lambda: view.plan is not None, 60), view.headline.value
-    # The data are read twice: at the usual length, and at the one that fits them.
-    assert wait_until(lambda: view.form.data_panel.advice is None)
+    wait_until_read(view, lambda: view.plan is not None)
     return view
 
 
@@ -90,9 +89,9 @@ def test_rows_in_memory_are_data_as_a_file_is(files: Path, kind: str) -> None:
     assert view.task.data.column_names == ["prompt", "completion"] and len(view.task.data) == NUM_ROWS
     assert "learns from <b>60 rows</b> in 15 epochs" in view.headline.value
     view.form.inputs.data.value = "rows.jsonl"
-    assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl")
+    wait_until_read(view, lambda: view.task is not None and view.task.data == files / "rows.jsonl")
     view.form.inputs.data.value = f"{name} of 60 rows"
-    assert wait_until(lambda: view.task is not None and not isinstance(view.task.data, Path))
+    wait_until_read(view, lambda: view.task is not None and not isinstance(view.task.data, Path))
     view.close()
 
 
@@ -109,7 +108,7 @@ def test_own_settings_replace_the_recommended_ones(files: Path) -> None:
     boxes = view.form.settings.boxes
     boxes["learning_rate"].value, boxes["num_epochs"].value = "1e-3", "1"
     boxes["lora_rank"].value, boxes["seq_len"].value = "4", "24"
-    assert wait_until(lambda: view.plan is not None and view.plan.recipe.seq_len == 24)
+    wait_until_read(view, lambda: view.plan is not None and view.plan.recipe.seq_len == 24)
     assert view.plan.recipe.lora_rank == 4
     assert view.task.learning_rate == 1e-3 and view.task.num_epochs == 1
     assert view.form.settings.answer == "learning rate 1e-3, epochs 1, sequence length 24, lora rank 4"
@@ -141,7 +140,7 @@ def test_all_settings_reach_plan_and_task(files: Path) -> None:
     }
     for name, text in typed.items():
         settings.boxes[name].value = text
-    assert wait_until(lambda: view.task is not None and view.task.samples != 3), view.headline.value
+    wait_until_read(view, lambda: view.task is not None and view.task.samples != 3)
     recipe, task = view.plan.recipe, view.task
     assert (recipe.lora_alpha, recipe.lora_targets) == (48, ("q_proj", "v_proj"))
     assert (recipe.global_batch_size, recipe.packing) == (6, False)
@@ -150,7 +149,7 @@ def test_all_settings_reach_plan_and_task(files: Path) -> None:
     assert task.samples == ("Who is Ahab?", "Where is the whale?")
     assert "Validated on" in view.form.note.value and "more.jsonl" in view.form.note.value
     settings.boxes["validation"].value = "none"
-    assert wait_until(lambda: view.task is not None and view.task.validation is None)
+    wait_until_read(view, lambda: view.task is not None and view.task.validation is None)
     assert view.task.early_stopping is None and "No data are held out" in view.form.note.value
     # What is wrong is said at its input, and nothing that was typed is lost.
     for name, wrong, words in (
@@ -188,11 +187,11 @@ def test_an_error_of_the_validation_data_ends_when_they_are_corrected(files: Pat
         settings.boxes["validation"].value = wrong
         # The data are read again, with the wrong validation data.
         settings.boxes["loss_on"].value = "every token"
-        assert wait_until(lambda: panel.problem is not None and settings.rows["validation"].message), wrong
+        wait_until_read(view, lambda: panel.problem is not None and settings.rows["validation"].message)
         assert view.task is None and panel.preview is not None
         assert "ss-off" in view.form.inputs.columns._dom_classes, "its menus are for the data"
         settings.boxes["validation"].value = "0.125"
-        assert wait_until(lambda: view.task is not None and view.task.validation == 0.125), wrong
+        wait_until_read(view, lambda: view.task is not None and view.task.validation == 0.125)
         assert not settings.rows["validation"].message and "12.5 % of the data" in view.form.note.value
         settings.boxes["loss_on"].value = "recommended"
     view.close()
@@ -213,7 +212,7 @@ def test_columns_without_known_names_are_chosen_from_menus(files: Path) -> None:
     view: Any = FinetuneView("chatty", "odd.jsonl")
     menus = view.form.inputs.columns
     assert "ss-off" in menus._dom_classes
-    assert wait_until(lambda: "ss-off" not in menus._dom_classes, 60), view.headline.value
+    wait_until_read(view, lambda: "ss-off" not in menus._dom_classes)
     assert view.plan is None and "Say what the columns" in view.headline.value
     assert menus.menus[0].options == ("number", "q", "a")
     assert (menus.menus[0].value, menus.menus[1].value) == ("q", "a"), "numbers of rows are no questions"
@@ -221,21 +220,21 @@ def test_columns_without_known_names_are_chosen_from_menus(files: Path) -> None:
     menus.menus[0].value, menus.menus[1].value = "q", "a"
     assert view.plan is None, "nothing is applied before the button"
     menus.button.click()
-    assert wait_until(lambda: view.task is not None and view.plan is not None, 60), view.headline.value
+    wait_until_read(view, lambda: view.task is not None)
     assert view.task.columns == {"prompt": "q", "completion": "a"}
     # Another column is applied at once; a format with other parts, too.
     menus.format.value = "text"
     menus.menus[0].value = "q"
-    assert wait_until(lambda: view.task is not None and view.task.columns == {"text": "q"}, 60)
+    wait_until_read(view, lambda: view.task is not None and view.task.columns == {"text": "q"})
     # Two columns of text, and three parts of which one is optional.
     menus.format.value = "instruction"
     assert [menu.value for menu in menus.menus] == ["q", "(none)", "a"]
-    assert wait_until(
-        lambda: view.task is not None and view.task.columns == {"instruction": "q", "output": "a"}, 60
+    wait_until_read(
+        view, lambda: view.task is not None and view.task.columns == {"instruction": "q", "output": "a"}
     )
     # Other data need no menus, and forget what was chosen.
     view.form.inputs.data.value = "rows.jsonl"
-    assert wait_until(lambda: view.task is not None and view.task.data == files / "rows.jsonl", 60)
+    wait_until_read(view, lambda: view.task is not None and view.task.data == files / "rows.jsonl")
     assert view.task.columns is None and "ss-off" in menus._dom_classes
     view.close()
 
@@ -245,12 +244,12 @@ def test_a_csv_file_without_a_header_says_that_its_first_row_would_be_lost(files
     (files / "bare.csv").write_text(rows)
     view: Any = FinetuneView("chatty", "bare.csv")
     menus = view.form.inputs.columns
-    assert wait_until(lambda: "ss-off" not in menus._dom_classes, 60), view.headline.value
+    wait_until_read(view, lambda: "ss-off" not in menus._dom_classes)
     assert "What is 0 times two?,It is 0." in menus.hint.value and "prompt,completion" in menus.hint.value
     # With names above it, all rows are there, and nothing is asked.
     (files / "named.csv").write_text(f"prompt,completion\n{rows}")
     view.form.inputs.data.value = "named.csv"
-    assert wait_until(lambda: view.task is not None and view.plan is not None, 60), view.headline.value
+    wait_until_read(view, lambda: view.task is not None)
     assert view.form.preview_of_data.num_rows == NUM_ROWS and "ss-off" in menus._dom_classes
     view.close()
 
@@ -377,7 +376,7 @@ def test_errors_stand_at_their_input_and_nothing_can_be_launched(files: Path) ->
         assert view.button.disabled and view.plan is None and "marked in red" in view.headline.value
         assert [name for name, other in rows.items() if other.message and other is not rows[row]] == []
         box.value = before
-        assert wait_until(lambda: view.plan is not None), view.headline.value
+        wait_until_read(view, lambda: view.plan is not None)
         assert not view.form.inputs.is_wrong and not view.form.settings.is_wrong
     view.close()
 
@@ -387,7 +386,7 @@ def test_malformed_rows_are_named_at_the_data(files: Path) -> None:
         '{"prompt": "a", "completion": " b"}\n{"prompt": 3, "completion": null}\n'
     )
     view: Any = FinetuneView("chatty", "bad.jsonl")
-    assert wait_until(lambda: view.form.inputs.is_wrong, 60)
+    wait_until_read(view, lambda: view.form.inputs.is_wrong)
     assert "line 2 of bad.jsonl" in view.form.inputs.rows["data"].message and view.button.disabled
     view.close()
 
@@ -411,7 +410,7 @@ def test_the_model_that_is_missing_is_offered_as_a_download(files: Path, monkeyp
     monkeypatch.setattr("shardscope_widgets.finetune.inputs.fetch_example", fetch)
     view.form.inputs.data.value = "rows.jsonl"
     view.form.inputs.fetch.button.click()
-    assert wait_until(lambda: view.plan is not None, 60), view.headline.value
+    wait_until_read(view, lambda: view.plan is not None)
     assert fetched == ["smollm2-135m-instruct"] == [view.form.inputs.weights.value]
     assert wait_until(lambda: not view.form.inputs.fetch.is_busy)
     view.form.inputs.weights.value = "org/name"
@@ -515,7 +514,7 @@ def test_an_upload_becomes_the_data_and_a_large_one_an_error(files: Path) -> Non
 def test_the_summary_names_a_model_of_the_hub_and_not_its_snapshot(files: Path) -> None:
     snapshot = write_chat_folder(files / "models--org--tiny" / "snapshots" / "0e9e39f2")
     view: Any = FinetuneView(snapshot, "rows.jsonl")
-    assert wait_until(lambda: view.plan is not None, 60)
+    wait_until_read(view, lambda: view.plan is not None)
     assert "<b>org/tiny</b> learns from" in view.headline.value and "0e9e39f2" not in view.headline.value
     view.close()
 

@@ -614,12 +614,11 @@ def test_rehearsal_shows_progress_and_then_its_row(monkeypatch: pytest.MonkeyPat
     expected = estimate_seconds(view.plan)
     assert describe_duration(expected) == "about 40 s" and describe_duration(expected) in panel.button.tooltip
     panel.button.click()
-    assert wait_until(lambda: panel.progress.value == 0.5)
-    assert panel.button.disabled and panel.cancel.layout.display == ""
-    assert "forward" in panel.words.value
+    assert wait_until(lambda: "forward" in panel.words.value)
+    assert panel.progress.value == 0.5 and panel.button.disabled and panel.cancel.layout.display == ""
     assert view.caption.layout.display == "none", "progress replaces the caption"
     may_continue.set()
-    assert wait_until(lambda: not panel.button.disabled)
+    assert wait_until(lambda: not panel.is_busy) and not panel.button.disabled
     assert "rehearsed" in read_bars(view) and view.caption.layout.display == ""
     view.show(build_plan(seq_len=2048))
     assert "about 5 s" in panel.button.tooltip, "the estimate uses the duration of the last rehearsal"
@@ -695,7 +694,7 @@ def test_rehearsal_can_be_cancelled_and_shows_its_error(monkeypatch: pytest.Monk
     assert started.wait(10)
     view.rehearse.cancel.click()
     assert wait_until(lambda: "Cancelled" in view.rehearse.words.value)
-    assert wait_until(lambda: not view.rehearse.button.disabled)
+    assert wait_until(lambda: not view.rehearse.is_busy) and not view.rehearse.button.disabled
 
     def raise_value_error(self: ss.Plan, progress: Any = None, timeout: float = 0) -> Any:
         raise ValueError("Layout.pp is 2; allowed: <1>. Nearest fix: pp=1.")

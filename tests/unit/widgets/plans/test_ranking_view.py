@@ -485,12 +485,13 @@ def test_search_runs_in_a_thread_with_progress_and_can_be_cancelled(
     page = PlansPage(on_apply=lambda _: None)
     page.mode.value = "search"
     page.set_plan(build_plan())
-    assert wait_until(lambda: page.search.progress.value == 0.5)
+    assert wait_until(lambda: "1,234 of 9,999 plans" in page.search.words.value)
     assert threads[0] is not threading.main_thread()
-    assert "1,234 of 9,999 plans" in page.search.words.value and page.search.button.disabled
+    assert page.search.progress.value == 0.5 and page.search.button.disabled
     page.search.cancel.click()
     assert wait_until(lambda: "Cancelled" in page.search.words.value)
-    assert wait_until(lambda: not page.search.button.disabled) and page.ranking.ranking is None
+    assert wait_until(lambda: not page.search.is_busy) and not page.search.button.disabled
+    assert page.ranking.ranking is None
 
 
 def test_standalone_view_shows_progress_searches_again_and_cancels() -> None:

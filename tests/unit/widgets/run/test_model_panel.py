@@ -102,7 +102,7 @@ def test_an_error_is_shown_and_the_button_works_again(tmp_path: Path, merge: Fak
     panel.work.button.click()
     assert wait_until(lambda: "role='alert'" in panel.work.words.value)
     assert "the base &lt;b&gt;has changed" in panel.work.words.value
-    assert wait_until(lambda: not panel.work.button.disabled)
+    assert wait_until(lambda: not panel.work.is_busy) and not panel.work.button.disabled
     panel.close()
 
 

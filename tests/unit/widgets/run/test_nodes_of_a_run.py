@@ -107,7 +107,7 @@ def test_a_waiting_job_is_cancelled_and_gets_its_names_later(
     run = ss.Run.attach(path)
     view, runs = RunView(run), RunsView()
     assert wait_until(lambda: "waits: Resources; estimated start 2026-11-27 14:05:00" in view.head.value)
-    assert view.stop_button.description == "Cancel" and not view.stop_button.disabled
+    assert wait_until(lambda: view.stop_button.description == "Cancel" and not view.stop_button.disabled)
     assert "ss-off" in view.save_button._dom_classes, "nothing has been computed yet"
     runs.read_folder()
     assert ">Cancel</button>" in runs.table.value and "job 4711" in runs.table.value

@@ -54,8 +54,8 @@ def test_button_requests_a_recording_and_the_row_follows_it(run: RecordedRun) ->
     assert wait_until(lambda: panel.button.disabled and "0 of 1 ranks written" in panel.words.value)
     assert panel.open_button.layout.display == "none"
     write_state(run, 1, 1, "written")
+    assert wait_until(lambda: "Recording 1, 5 steps: written by 1 rank" in panel.words.value)
     assert wait_until(lambda: not panel.button.disabled and panel.open_button.layout.display == "")
-    assert "Recording 1, 5 steps: written by 1 rank" in panel.words.value
     panel.open_button.click()
     assert opened == [run]
     run.status = "finished"

@@ -172,7 +172,8 @@ def test_progress_bar_is_accessible_and_remaining_time_is_shown() -> None:
     now = time.time()
     run = make_engine_run([make_record(step) | {"time": now - 10 + step} for step in range(10)])
     view = RunView(run)
-    assert wait_until(lambda: "aria-valuenow='10'" in view.progress.value)
+    assert wait_until(lambda: "remaining" in view.facts.value)
+    assert "aria-valuenow='10'" in view.progress.value
     assert "role='progressbar'" in view.progress.value and "aria-valuemax='40'" in view.progress.value
     match = re.search(r"about (\d+) s remaining", strip_markup(view.facts.value))
     assert match is not None and 28 <= int(match[1]) <= 30
@@ -398,7 +399,7 @@ def read_fact_names(view: RunView) -> list[str]:
 def test_facts_and_rows_exist_before_the_first_values() -> None:
     run = make_engine_run([])
     view = RunView(run)  # type: ignore[arg-type]
-    assert wait_until(lambda: len(read_fact_names(view)) == 5)
+    assert wait_until(lambda: len(read_fact_names(view)) == 5 and view.table.value)
     rows = view.table.value.count("<th scope='row'>")
     run.records += [make_record(step, rank) for step in range(12) for rank in (0, 1)]
     assert wait_until(lambda: "2.500" in view.facts.value)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from html import unescape
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_runs import wait_until
 from shown_text import strip_tags
 
 import shardscope as ss
@@ -387,9 +387,7 @@ def test_calibration_shows_progress_and_updates_the_prediction(monkeypatch: pyte
     shown: list[ss.Plan] = []
     monkeypatch.setattr(view, "show", shown.append)
     view.calibrate.button.click()
-    deadline = time.monotonic() + 10
-    while view.calibrate.progress.value != 0.25 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert view.calibrate.button.disabled and "matrix products" in view.calibrate.words.value
+    assert wait_until(lambda: "matrix products" in view.calibrate.words.value)
+    assert view.calibrate.progress.value == 0.25 and view.calibrate.button.disabled
     may_continue.set()
     assert is_calibrated.wait(10) and [plan.cluster for plan in shown] == [HERE]

@@ -70,9 +70,15 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def studio(slurm: Path) -> Iterator[Studio]:
     studio = Studio()
-    assert wait_until(lambda: len(studio.launch.target.choice.options) > 1)
+    wait_for_queue(studio, "Slurm: h200")
     yield studio
     studio.close()
+
+
+def wait_for_queue(studio: Studio, name: str) -> None:
+    """Wait until the search for queues, which has found one called ``name``, has shown it in both menus."""
+    target, search = studio.launch.target.choice, studio._queues._request
+    assert wait_until(lambda: name in target._options_values and not search.is_busy)
 
 
 def read_notice(studio: Studio) -> str:
@@ -268,7 +274,7 @@ def test_another_engine_joins_by_one_entry(studio: Studio, monkeypatch: pytest.M
     )
     monkeypatch.setattr(schedulers, "SCHEDULERS", (*schedulers.SCHEDULERS, engine))
     studio.folds["GPUs"].head.expanded = True
-    assert wait_until(lambda: "Other: pool" in studio.cluster.where._options_values)
+    wait_for_queue(studio, "Other: pool")
     studio.cluster.where.value = "Other: pool"
     assert str(studio.plan.cluster) == "2x4xh100-sxm-80gb"
     assert studio.launch.target.job is not None
@@ -290,7 +296,7 @@ def test_a_ray_cluster_is_one_queue_without_options(studio: Studio, monkeypatch:
     monkeypatch.setattr(schedulers.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(schedulers.ray_submission, "RayConnection", Connection)
     studio.folds["GPUs"].head.expanded = True
-    assert wait_until(lambda: "Ray" in studio.cluster.where._options_values)
+    wait_for_queue(studio, "Ray")
     assert "Ray · 2 nodes × 8 H100" in studio.cluster.where._options_labels, "what is idle is not known"
     studio.cluster.where.value = "Ray"
     # Its H100 may be an SXM or a PCIe one.
