@@ -202,7 +202,7 @@ def test_pretraining_can_be_chosen_again(studio: Any) -> None:
 def test_the_run_and_the_chat_appear_on_the_tab(studio: Any, monkeypatch: Any) -> None:
     launched: list[Any] = []
     run: Any = FakeRun([record(loss=1.0)])
-    run.memory = lambda: SimpleNamespace(tensor_bytes=0)
+    run.memory = lambda: SimpleNamespace(peak_bytes=0)
     run.chat = lambda base=False: None
 
     def launch(plan: Any, task: Any, **options: Any) -> Any:

@@ -256,7 +256,9 @@ def test_log_search_works_during_and_after_the_run() -> None:
     view = RunView(run)
     view.logs.whose.value = 11
     assert wait_until(lambda: "<span class='ss-t-red'>Oops</span> &lt;b&gt;" in view.logs.pane.value)
-    assert len(view.logs.pane.value) < 40_000 and "the last 16 KiB" in view.logs.found.value
+    assert (
+        wait_until(lambda: "the last 16 KiB" in view.logs.found.value) and len(view.logs.pane.value) < 40_000
+    )
     view.logs.words.value = "line 12"
     assert wait_until(lambda: view.logs.found.value == "111 of 3,001 lines")
     assert "<mark>line 12</mark>99" in view.logs.pane.value
