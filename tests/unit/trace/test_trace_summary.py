@@ -369,6 +369,11 @@ def test_data_loading_and_copies_have_sentences(tmp_path: Path) -> None:
     assert "None of the time of matmuls, convolutions and attention is on tensor cores" in text
 
 
+def test_a_copy_inside_a_fast_gpu_has_its_rate_without_an_exponent(tmp_path: Path) -> None:
+    events = [step(0, 0, 1000), kernel(0, 500), copy(500, 1000, bytes=1_250_000_000)]
+    assert "at 2,500 GB/s" in str(load(tmp_path, {0: events}).summary())
+
+
 def test_idle_time_of_one_rank_has_the_range_of_ranks(tmp_path: Path) -> None:
     """The mean alone, 30 %, was that of no rank: one waited for its data, and the other did not."""
     ranks: dict[int, Events] = {}

@@ -124,7 +124,7 @@ def _format_cell(value: object) -> str:
     if value is None or value != value:  # NaN, pandas's missing number, differs from itself.
         return "-"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -139,7 +139,7 @@ def _print_plan(
     findings: list[Finding],
 ) -> None:
     from shardscope.core.cluster import name_device
-    from shardscope.core.number_format import format_gib, format_rate, format_share
+    from shardscope.core.number_format import format_gib, format_number, format_rate, format_share
     from shardscope.timing.report import format_part
 
     low, high = format_gib(memory.low_bytes), format_gib(memory.high_bytes)
@@ -154,8 +154,8 @@ def _print_plan(
             "memory": f"{memory.verdict}: {peak} ({low} to {high}), {phase}",
             "step": why_no_step
             if step is None
-            else f"{step.seconds:,.3g} s, {format_rate(step.tokens_per_second_per_gpu)} tokens/s per "
-            f"{name_device(plan.cluster)}{mfu}",
+            else f"{format_number(step.seconds)} s, "
+            f"{format_rate(step.tokens_per_second_per_gpu)} tokens/s per {name_device(plan.cluster)}{mfu}",
         }
     )
     print()

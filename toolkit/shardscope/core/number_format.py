@@ -80,6 +80,11 @@ def format_rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 9.95 else f"{per_second:.2g}"
 
 
+def format_number(value: float) -> str:
+    """Return a number with three significant digits and separators: ``1,130``, ``16.7``, ``2``, ``0.404``."""
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
 def format_share(share: float) -> str:
     """Return a share in per cent: ``41 %``, or with two significant digits below 1 %."""
     value = 100 * share

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope.core.errors import refuse
-from shardscope.core.number_format import format_count
+from shardscope.core.number_format import format_count, format_number
 from shardscope.records.json_files import read_json
 from shardscope.trace.argument_blocks import EventArguments
 from shardscope.trace.loading.alignment import Align, align_ranks, check_align
@@ -257,7 +257,7 @@ class Trace:
 
     def __repr__(self) -> str:
         slices, ranks = format_count(len(self), "slice"), format_count(len(self.ranks), "rank")
-        return f"<Trace: {slices}, {ranks}, {self.duration_seconds:.3g} s>"
+        return f"<Trace: {slices}, {ranks}, {format_number(self.duration_seconds)} s>"
 
     @property
     def end_ns(self) -> Int64s:

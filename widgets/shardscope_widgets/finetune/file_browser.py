@@ -180,7 +180,7 @@ def _format_size(entry: os.DirEntry[str]) -> str:
     except OSError:  # A link that leads nowhere.
         return ""
     for unit in ("B", "kB", "MB"):
-        if size < 1000:
+        if size < 999.5:  # What rounding would turn into 1000.
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.1f} GB"

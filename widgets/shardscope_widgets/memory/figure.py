@@ -70,7 +70,7 @@ def create_memory_figure(on_component: Callable[[str], None]) -> Chart:
             mode="lines",
             line={"width": 0, "color": COMPONENT_COLOURS[name]},
             fillcolor=COMPONENT_COLOURS[name],
-            hovertemplate=f"{name.replace('_', ' ')} %{{y:.3g}} GiB<extra></extra>",
+            hovertemplate=f"{name.replace('_', ' ')} %{{y:,.3r}} GiB<extra></extra>",
         )
         for name in COMPONENTS
     ]
@@ -82,7 +82,7 @@ def create_memory_figure(on_component: Callable[[str], None]) -> Chart:
             mode="lines+markers",
             marker={"size": 5},
             line={"width": 1.5, "color": INK, "dash": dash},
-            hovertemplate="%{customdata} %{y:.3g} GiB<extra></extra>",
+            hovertemplate="%{customdata} %{y:,.3r} GiB<extra></extra>",
         )
         for name, dash in zip(TIMELINES, DASHES, strict=True)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import shardscope as ss
-from shardscope.core.number_format import format_gib
+from shardscope.core.number_format import format_gib, format_rate
 from shardscope.planner.advice import descriptions
 from shardscope.planner.advice.advice import Advice
 from shardscope.planner.advice.descriptions import name_plan
@@ -150,7 +150,7 @@ def _describe_speedup(speedup: float) -> str:
         return "about the same speed"
     if speedup > 2 or speedup < 0.5:
         factor = max(speedup, 1 / speedup)
-        return f"about {factor:.2g}x {'faster' if speedup > 1 else 'slower'}"
+        return f"about {format_rate(factor)}x {'faster' if speedup > 1 else 'slower'}"
     return f"{100 * (speedup - 1):.0f} % faster" if speedup > 1 else f"{100 * (1 / speedup - 1):.0f} % slower"
 
 

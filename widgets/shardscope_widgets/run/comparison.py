@@ -240,7 +240,7 @@ def _build_trace(curve: Curve, index: int, number: int) -> dict[str, object]:
         "mode": "lines+markers" if len(line.x) <= FEW_POINTS else "lines",
         "line": {"color": RANK_COLOURS[index], "dash": RANK_DASHES[index], "width": 1.8},
         "marker": {"symbol": ("circle", "square-open")[index], "size": 6},
-        "hovertemplate": f"{escape(curve.run)}: %{{y:,.4g}} at step %{{x:,}}<extra></extra>",
+        "hovertemplate": f"{escape(curve.run)}: %{{y:,.4~r}} at step %{{x:,}}<extra></extra>",
     }
 
 

@@ -432,7 +432,7 @@ def _build_trace(slot: int, rank: int) -> dict[str, object]:
 
 
 def _write_tooltip(who: str, unit: str = "") -> str:
-    return f"{who}, at %{{x:,.7~r}}: %{{customdata:.4g}}{f' {unit}' * bool(unit)}<extra></extra>"
+    return f"{who}, at %{{x:,.7~r}}: %{{customdata:,.4~r}}{f' {unit}' * bool(unit)}<extra></extra>"
 
 
 def _create_figure() -> Chart:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from shardscope.core.number_format import format_number
 from shardscope.trace import Trace
 from shardscope.trace.analysis.collectives import find_collectives
 from shardscope.trace.counters import COUNTER_COLUMNS, INSTANT_COLUMNS, MarkTiler
@@ -123,7 +124,7 @@ def write_page(
     packed_body = base64.b64encode(compressed).decode()
     ranks = "1 rank" if len(trace.ranks) == 1 else f"{len(trace.ranks):,} ranks"
     name = f"{trace.name}: " if trace.name else ""
-    title = f"Trace of {name}{ranks}, {trace.duration_seconds:.3g} s"
+    title = f"Trace of {name}{ranks}, {format_number(trace.duration_seconds)} s"
     target = Path(path)
     target.write_text(
         PAGE.format(

@@ -365,7 +365,7 @@ def test_steps_that_take_over_a_second_are_in_seconds() -> None:
     assert "step time, s" in [note.text for note in layout.annotations]
     (line,) = [trace for trace in figure.widget.data if trace.visible and "s<extra>" in trace.hovertemplate]
     assert line.y[0] == pytest.approx(0.9) and line.y[-1] == pytest.approx(2.5)
-    assert line.customdata[-1] == pytest.approx(2.5) and "%{customdata:.4g} s" in line.hovertemplate
+    assert line.customdata[-1] == pytest.approx(2.5) and "%{customdata:,.4~r} s" in line.hovertemplate
     # The predicted line and the axis are in the same unit; a faster step later changes nothing.
     assert 0.2 in [shape.y0 for shape in layout.shapes]
     assert layout[line.yaxis.replace("y", "yaxis")].range[1] < 4

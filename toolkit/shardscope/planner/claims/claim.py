@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.core.html_table import NO_VALUE, render_html_table
+from shardscope.core.number_format import format_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,8 +41,8 @@ class Number(NamedTuple):
         return self.ratio is not None and abs(self.ratio - 1) <= TOLERANCE
 
     def __str__(self) -> str:
-        claimed_text = "" if self.claimed is None else f", claimed {_format_value(self.claimed)}"
-        return f"{self.name}: {_format_value(self.computed)} {self.unit}{claimed_text}"
+        claimed_text = "" if self.claimed is None else f", claimed {format_number(self.claimed)}"
+        return f"{self.name}: {format_number(self.computed)} {self.unit}{claimed_text}"
 
 
 class Numbers(tuple[Number, ...]):
@@ -55,7 +56,7 @@ class Numbers(tuple[Number, ...]):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [(one.name, _format_value(one.computed), _format_claimed(one), one.unit) for one in self]
+        rows = [(one.name, format_number(one.computed), _format_claimed(one), one.unit) for one in self]
         return render_html_table(("number", "computed", "claimed", "unit"), rows)
 
 
@@ -156,17 +157,10 @@ def to_html(claims: Sequence[Claim]) -> str:
 
 
 def _render_number(number: Number) -> str:
-    claimed = "" if number.claimed is None else f", claimed {_format_value(number.claimed)}"
-    value = f"{_format_value(number.computed)} {escape(number.unit)}"
+    claimed = "" if number.claimed is None else f", claimed {format_number(number.claimed)}"
+    value = f"{format_number(number.computed)} {escape(number.unit)}"
     return f"<li>{escape(number.name)}: <b style='white-space:nowrap'>{value}</b>{claimed}</li>"
 
 
 def _format_claimed(number: Number) -> str:
-    return NO_VALUE if number.claimed is None else _format_value(number.claimed)
-
-
-def _format_value(value: float) -> str:
-    """Format a value with three significant digits and separators: ``1,130``, ``16.7``, ``0.404``."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return NO_VALUE if number.claimed is None else format_number(number.claimed)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from shardscope.core.cluster import PRECISIONS
 from shardscope.core.errors import check_choice, check_integer, check_number, refuse
+from shardscope.core.number_format import format_number
 from shardscope.core.serialization import Serializable
 from shardscope.timing.calibration.curves import COLLECTIVES, MAX_BYTES, MAX_RANKS, Collective, CollectiveCall
 from shardscope.timing.report import format_seconds
@@ -115,10 +116,10 @@ class TracedRates(Serializable):
         for (axis, collective), call in largest.items():
             of_axis = f" of {axis}" if axis else ""
             # Algorithm bandwidth, which needs no assumption about the algorithm.
-            rate = call.num_bytes / call.seconds / 1e9
+            rate = f"{format_number(call.num_bytes / call.seconds / 1e9)} GB/s"
             sentences.append(
                 f"{collective.replace('_', '-').capitalize()}{of_axis}, {call.num_ranks} ranks: "
-                f"{format_seconds(call.seconds)} for {call.num_bytes:,} bytes, {rate:.3g} GB/s."
+                f"{format_seconds(call.seconds)} for {call.num_bytes:,} bytes, {rate}."
             )
         return (*sentences, *self.notes)
 

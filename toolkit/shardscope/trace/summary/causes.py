@@ -7,6 +7,7 @@ from typing import TypedDict
 
 import numpy as np
 
+from shardscope.core.number_format import format_number
 from shardscope.timing.report import format_seconds
 from shardscope.trace.analysis.breakdown import (
     COLLECTIVE_WAIT,
@@ -148,8 +149,8 @@ def _describe_bytes(calls: list[CollectiveRow]) -> str:
     mean = sum(sizes) / len(sizes)
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if mean >= size:
-            return f" of {mean / size:.3g} {unit} on average"
-    return f" of {mean:.3g} bytes on average"
+            return f" of {format_number(mean / size)} {unit} on average"
+    return f" of {mean:,.0f} bytes on average"
 
 
 _IDLE_TEXTS = {
@@ -237,7 +238,8 @@ def _find_kernels(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterat
         f"{format_seconds(top['mean_seconds'])} each"
     )
     if top["tflops"] is not None and top["peak_share"] is not None:
-        text += f" at {top['tflops']:.3g} TFLOP/s, {100 * top['peak_share']:.0f} % of the GPU's peak"
+        speed = f"{format_number(top['tflops'])} TFLOP/s"
+        text += f" at {speed}, {100 * top['peak_share']:.0f} % of the GPU's peak"
     elif top["bytes_per_second"] is not None and top["bandwidth_share"] is not None:
         text += f" at {100 * top['bandwidth_share']:.0f} % of the memory's bandwidth"
     # Many small kernels of a class may take more than the costliest one, which a reader asks for first.
@@ -326,7 +328,7 @@ def _find_copies(trace: Trace, kernels: Kernels, step_seconds: float) -> Iterato
     yield {
         "seconds": seconds,
         "text": f"Exposed copies: {_format_share(trace, seconds, step_seconds)}; the costliest is "
-        f"{shorten_name(top['name'])} at {rate:.3g} GB/s.",
+        f"{shorten_name(top['name'])} at {format_number(rate)} GB/s.",
         "interval": _locate_kernel(top),
         "topics": ("copies",),
     }
