@@ -79,7 +79,7 @@ def test_fault_01_stop_during_start_up(delay: float, plan: Any, tmp_path: Path) 
     run = launch(plan, tasks.Log(10_000, 0.5), folder=tmp_path)
     time.sleep(delay)
     run.stop()
-    assert run.wait(5) == "stopped"
+    assert run.wait(30) == "stopped", "the supervisor starts first"
     assert run.reason == "run.stop() was called"
 
 
