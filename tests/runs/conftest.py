@@ -22,7 +22,7 @@ from run_helpers import list_processes, make_plan
 from shardscope.records.folder import FINAL
 from shardscope.runs.run import Run
 
-SECONDS_PER_TEST = 180
+SECONDS_PER_TEST = 300
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def test_fault_23_files_that_cannot_be_written_end_no_run(
     # torch does not say that the file is too large. The supervisor reports what a rank noted a second ago.
     seconds_until(
         lambda: (len(run.metrics()) > 20 and "could not be saved: " in run.reason) or run.status == "failed",
-        60,
+        150,
     )
     assert run.status == "running", (run.status, run.reason)
     run.stop()
@@ -212,7 +212,7 @@ def test_fault_23_metadata_of_megatron_core_that_cannot_be_written_end_no_run(
     run = launch(
         tmp_path, CASES["megatron"], WritesNoMetadata, num_steps=4, save_every=2, export=True, name=name
     )
-    assert run.wait(60) == "finished", run.error
+    assert run.wait(150) == "finished", run.error
     assert run.model is not None and not list_checkpoints(run)
     assert f"step-000004 could not be saved: {NO_SPACE}" in run.reason
 
