@@ -33,6 +33,8 @@ CHROMIUM_FLAGS = [
     "--disable-sync",
 ]
 START_SECONDS = 90
+NUM_PORTS = 3
+"""Ports that are tried: between its choice and its use a port may be taken by another test."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Lab:
                 entry.unlink()
         shutil.copytree(NOTEBOOKS, self.folder, ignore=NOT_COPIED, dirs_exist_ok=True)
 
-    def _request(self, path: str, method: str = "GET", seconds: float = 10) -> Any:
+    def _request(self, path: str, method: str = "GET", seconds: float = 30) -> Any:
         request = urllib.request.Request(
             f"{self.url}/api/{path}", headers={"Authorization": f"token {self.token}"}, method=method
         )
@@ -93,7 +95,31 @@ def running_lab(home: Path, base_url: str = "/") -> Iterator[Lab]:
     """
     folder = home / "notebooks"
     shutil.copytree(NOTEBOOKS, folder, ignore=NOT_COPIED)
-    token, port = secrets.token_hex(16), find_free_port()
+    token = secrets.token_hex(16)
+    for attempt in range(NUM_PORTS):
+        port = find_free_port()
+        lab = Lab(f"http://127.0.0.1:{port}{base_url.rstrip('/')}", token, folder)
+        server = _start_server(lab, home, port, base_url)
+        try:
+            # The port may have been taken before the server has listened.
+            is_up = _wait_until_up(lab, server)
+            if not is_up and server.poll() is not None and attempt < NUM_PORTS - 1:
+                continue
+            if not is_up:
+                log = (home / "lab.log").read_text(errors="replace")
+                raise RuntimeError(f"JupyterLab did not come up:\n{log[-4000:]}")
+            yield lab
+            return
+        finally:
+            server.terminate()
+            try:
+                server.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait(10)
+
+
+def _start_server(lab: Lab, home: Path, port: int, base_url: str) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "JUPYTER_CONFIG_DIR": str(home / "config"),
@@ -103,7 +129,7 @@ def running_lab(home: Path, base_url: str = "/") -> Iterator[Lab]:
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
     }
     with (home / "lab.log").open("wb") as log:
-        server = subprocess.Popen(
+        return subprocess.Popen(
             [
                 sys.executable,
                 "-m",
@@ -113,28 +139,17 @@ def running_lab(home: Path, base_url: str = "/") -> Iterator[Lab]:
                 "--ip=127.0.0.1",
                 f"--port={port}",
                 "--ServerApp.port_retries=0",
-                f"--IdentityProvider.token={token}",
-                f"--ServerApp.root_dir={folder}",
+                f"--IdentityProvider.token={lab.token}",
+                f"--ServerApp.root_dir={lab.folder}",
                 f"--ServerApp.base_url={base_url}",
                 "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            cwd=folder,
+            cwd=lab.folder,
             start_new_session=True,
         )
-    lab = Lab(f"http://127.0.0.1:{port}{base_url.rstrip('/')}", token, folder)
-    try:
-        _wait_until_up(lab, server, home / "lab.log")
-        yield lab
-    finally:
-        server.terminate()
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait(10)
 
 
 def find_free_port() -> int:
@@ -143,15 +158,14 @@ def find_free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_up(lab: Lab, server: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_up(lab: Lab, server: subprocess.Popen[bytes]) -> bool:
+    """Return whether the server answers; it has ended, or has not answered in time, if not."""
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            break
+    while time.monotonic() < deadline and server.poll() is None:
         try:
             lab.kernels()
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
         else:
-            return
-    raise RuntimeError(f"JupyterLab did not come up:\n{log.read_text(errors='replace')[-4000:]}")
+            return True
+    return False

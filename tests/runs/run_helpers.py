@@ -30,7 +30,7 @@ def list_processes(folder: Path) -> list[psutil.Process]:
     return results
 
 
-def seconds_until(condition: Callable[[], Any], timeout: float = 60.0) -> float:
+def seconds_until(condition: Callable[[], Any], timeout: float = 120.0) -> float:
     """Wait for ``condition``; how long it took. Fails if it does not come true."""
     start = time.monotonic()
     while not condition():

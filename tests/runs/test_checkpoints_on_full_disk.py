@@ -183,9 +183,12 @@ def test_fault_23_files_that_cannot_be_written_end_no_run(
     """With megatron-core's writers it failed. It hung if DeepSpeed's scripts, rank 0's alone, did not fit."""
     fields = {"num_steps": 100_000, "save_every": 2, "max_file_bytes": max_file_bytes}
     run = launch(tmp_path, CASES[case], WritesSmallFiles, **fields)
-    # torch does not say that the file is too large.
-    seconds_until(lambda: len(run.metrics()) > 20 or run.status == "failed", 60)
-    assert "could not be saved: " in run.reason, (run.status, run.reason)
+    # torch does not say that the file is too large. The supervisor reports what a rank noted a second ago.
+    seconds_until(
+        lambda: (len(run.metrics()) > 20 and "could not be saved: " in run.reason) or run.status == "failed",
+        150,
+    )
+    assert run.status == "running", (run.status, run.reason)
     run.stop()
     assert run.wait(30) == "stopped" and len(run.metrics()) > 20
 
@@ -209,7 +212,7 @@ def test_fault_23_metadata_of_megatron_core_that_cannot_be_written_end_no_run(
     run = launch(
         tmp_path, CASES["megatron"], WritesNoMetadata, num_steps=4, save_every=2, export=True, name=name
     )
-    assert run.wait(60) == "finished", run.error
+    assert run.wait(150) == "finished", run.error
     assert run.model is not None and not list_checkpoints(run)
     assert f"step-000004 could not be saved: {NO_SPACE}" in run.reason
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import hanging_tasks as tasks
 import pytest
-from run_helpers import seconds_until
+from run_helpers import list_processes, seconds_until
 from test_stop import rank_pid
 
 from shardscope.runs.launch.launch import launch
@@ -45,6 +45,8 @@ def test_fault_05_10_a_hang_is_reported_with_stacks_and_a_killed_rank_with_memor
     assert "it last used" in run.reason and " free" in run.reason
     assert run.error is not None and "These ranks only lost their peer" in run.error
 
+    # The status waits a second for the table and for secrets in logs; on a slow disk the rest follows it.
+    seconds_until(lambda: not list_processes(tmp_path))
     with (run.folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["rank"], row["step"]) for row in rows] == [

@@ -103,6 +103,14 @@ def run_cell(client: Any, code: str, **expressions: str) -> dict[str, Any]:
     }
 
 
+def wait_for_output(client: Any, cell: str) -> None:
+    """Wait until the cell of that message has printed something: until then it may not have begun."""
+    while True:
+        message = client.get_iopub_msg(timeout=60)
+        if message["msg_type"] == "stream" and message["parent_header"].get("msg_id") == cell:
+            return
+
+
 def test_fault_06_07_28_interrupt_restart_and_the_stop_button(
     kernel: tuple[Any, Any], ipykernel_version: str, kernel_python: str, tmp_path: Path
 ) -> None:
@@ -119,9 +127,11 @@ def test_fault_06_07_28_interrupt_restart_and_the_stop_button(
             CELL.format(tests=str(Path(__file__).parent), name=name, folder=str(tmp_path), outlive=outlive),
         )
     leased, outlives = Run.attach(tmp_path / "leased"), Run.attach(tmp_path / "outlives")
-    seconds_until(lambda: leased.metrics() and outlives.metrics(), 60)
-    client.execute("run.wait()")
-    time.sleep(0.5)
+    # The supervisor may see the ranks at work some moments after their first words.
+    seconds_until(lambda: all(run.metrics() and run.status == "running" for run in (leased, outlives)), 60)
+    cell = client.execute("print('waits', flush=True); run.wait()")
+    wait_for_output(client, cell)
+    time.sleep(0.2)
     manager.interrupt_kernel()
     assert client.get_shell_msg(timeout=20)["content"]["ename"] == "KeyboardInterrupt"
     time.sleep(0.5)

@@ -130,7 +130,8 @@ if __name__ == "__main__":
     before = dict(os.environ)
     run = launch(make_plan(), train, folder={str(tmp_path / "runs")!r}, name="mine")
     assert "torch" not in sys.modules and dict(os.environ) == before
-    while not run.metrics():
+    # The supervisor may see the ranks at work some moments after their first words.
+    while not run.metrics() or run.status == "starting":
         run.wait(0.1)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:

@@ -98,7 +98,7 @@ def test_fault_04_a_rank_fails_while_another_ignores_sigterm(plan: Any, tmp_path
     seconds_until(run.metrics)
     start = time.monotonic()
     assert run.wait(20) == "failed"
-    assert time.monotonic() - start < 7
+    assert time.monotonic() - start < 15
     assert run.reason == "rank 1 raised LookupError: rank 1 first"
 
 

@@ -316,7 +316,8 @@ def test_an_out_file_keeps_its_mode_its_names_and_its_owner(tmp_path: Path) -> N
     out.touch(mode=0o600)
     assert main([*plan, str(out)]) == 0 and out.stat().st_mode & 0o777 == 0o600
     own = tmp_path / "own.json"
-    own.touch(mode=0o640)
+    own.touch()
+    own.chmod(0o640)  # touch() would give what the umask leaves of it.
     assert main([*plan, str(own)]) == 0 and own.stat().st_mode & 0o777 == 0o640
     (tmp_path / "other.json").hardlink_to(own)
     assert main([*plan, str(own), "--recipe", "seq_len=64"]) == 0

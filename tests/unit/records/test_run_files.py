@@ -314,7 +314,7 @@ def test_fault_61_secrets_set_during_the_run_are_masked(
         f"os.environ['OTHER_KEY'] = {long!r}\nos.environ['PLAIN'] = 'is no secret'\n"
         f"if not os.fork(): os.putenv('FORKED_SECRET', 'of a worker'); os._exit(0)\nos.wait()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, pass_fds=(receiver.for_launcher,), timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, pass_fds=(receiver.for_launcher,), timeout=120)
     receiver.close_write_end()
     log = tmp_path / "log"
     log.write_text(f"set in mid run, of a worker, is no secret, {long}\n")

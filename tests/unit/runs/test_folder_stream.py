@@ -318,7 +318,7 @@ def test_a_deleted_run_folder_stops_the_run_and_deletes_its_copies(
     assert coordinator._hub is not None
     began = time.monotonic()
     coordinator._wait_for_puller(coordinator._hub)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 30, "it may wait for a day"
     assert list((tmp_path / "scratch").iterdir()) == [] and not folder.path.exists()
 
 

@@ -33,10 +33,10 @@ def test_a_process_is_killed_when_its_progress_is_cancelled(tmp_path: Path) -> N
         if time.monotonic() - started > 0.5:
             raise KeyboardInterrupt
 
-    code = f"import time; time.sleep(8); open({str(tmp_path / 'left')!r}, 'w')"
+    code = f"import time; time.sleep(60); open({str(tmp_path / 'left')!r}, 'w')"
     with pytest.raises(KeyboardInterrupt):
         run_process([sys.executable, "-c", code], report)
-    assert time.monotonic() - started < 6, "not waited for"
+    assert time.monotonic() - started < 30, "not waited for"
 
 
 def test_a_process_returns_its_output_or_raises_with_its_end() -> None:
