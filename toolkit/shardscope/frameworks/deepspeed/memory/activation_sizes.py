@@ -69,7 +69,7 @@ class ActivationSizes(NamedTuple):
 def list_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> list[ActivationSizes]:
     """Return the sizes of ``stage``: with a sliding window and without, if layers differ in that."""
     windows = list_windows(plan.architecture, modules)
-    return [_compute_sizes(plan, stage, modules._replace(windowed=windowed)) for windowed in windows]
+    return [_compute_sizes(plan, stage, modules.with_window(windowed)) for windowed in windows]
 
 
 def _compute_sizes(plan: Plan, stage: Stage, modules: Modules) -> ActivationSizes:

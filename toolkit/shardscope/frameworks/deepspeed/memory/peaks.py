@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import any_true, is_array, maximum, minimum, pick_largest_row, where
 from shardscope.frameworks.deepspeed.memory.phases import PhaseElements, ZeroBuffers
+from shardscope.frameworks.deepspeed.memory.pipeline import explain_buffers
 from shardscope.memory.activations.largest_layer import LargestLayer, list_candidate_depths
 from shardscope.memory.report import Phase, Term, sum_parts
 from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
@@ -166,7 +167,7 @@ class _BackwardPeaks:
         return PeakCandidate(
             fraction,
             sum(activations),
-            bucket_bytes + self.half * elements.staging,
+            self.buffers.in_pipeline + bucket_bytes + self.half * elements.staging,
             self.buffers.earlier_gradients + self.half * elements.gradients,
             partial(self._explain_candidate, activations, explanations, elements, bucket_bytes),
             logits,
@@ -190,8 +191,19 @@ class _BackwardPeaks:
                 *zip(activations, explanations, strict=True),
                 source=self.backward.explain_layers if has_saved else None,
             ),
-            sum_parts((bucket_bytes, "bucket (reduce_bucket_size)"), (half * elements.staging, staged)),
+            self._add_pipeline(
+                sum_parts((bucket_bytes, "bucket (reduce_bucket_size)"), (half * elements.staging, staged))
+            ),
             sum_parts((earlier, "of earlier micro-batches"), (half * elements.gradients, reduced)),
+        )
+
+    def _add_pipeline(self, staging: Term) -> Term:
+        """Return the term of buckets and staging with the pipeline's buffers, if there are any."""
+        num_bytes = self.buffers.in_pipeline
+        if not num_bytes:
+            return staging
+        return Term(
+            staging.num_bytes + num_bytes, lambda: f"{staging.explain()} + {explain_buffers(num_bytes)}"
         )
 
     def _find_head_peaks(self) -> list[PeakCandidate]:
@@ -204,7 +216,9 @@ class _BackwardPeaks:
         def explain_loss() -> PeakTerms:
             return PeakTerms(
                 sum_parts(*zip(self.saved, _SAVED, strict=True), source=self.backward.explain_layers),
-                self._explain_elements(buffers.after_forward, "all-gathered, or the bucket"),
+                self._add_pipeline(
+                    self._explain_elements(buffers.after_forward, "all-gathered, or the bucket")
+                ),
                 self._explain_elements(buffers.gradients_at_loss, "of earlier micro-batches"),
             )
 
@@ -215,7 +229,7 @@ class _BackwardPeaks:
             PeakCandidate(
                 0.34,
                 sum(self.saved),
-                buffers.after_forward,
+                buffers.in_pipeline + buffers.after_forward,
                 buffers.gradients_at_loss,
                 explain_loss,
                 self.backward.logits,
@@ -253,7 +267,7 @@ class _BackwardPeaks:
         last_index = self.sizes.num_layers - 1
         first_phases, second_phases, last_phases, largest_phases, unwindowed_phases = self.counts.layers
         largest = self.counts.layers_before_largest
-        order = self.backward.find_layer_order()
+        order = self.backward.layer_order
         chosen: list[tuple[bool, int, LayerPhases]] = []
         for kind in order.kinds:
             exists = kind.num_layers > 0
@@ -323,7 +337,7 @@ class _BackwardPeaks:
 
     def _find_recomputation_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
         """Return the candidates at the maximum of the layer's recomputation, one for each kind of layer."""
-        index, order = self.sizes.num_layers - 1 - point.num_passed, self.backward.find_layer_order()
+        index, order = self.sizes.num_layers - 1 - point.num_passed, self.backward.layer_order
         unsaved = (index == 0) * self.sizes.unsaved
         bucket = self._find_bucket_bytes(point.num_passed, has_gradient=False)
         return [
@@ -412,7 +426,7 @@ class _BackwardPeaks:
 
     def _find_layer_at(self, fullest: LargestLayer, index: int) -> tuple[LargestLayer, int]:
         """Return the layer at ``index`` if only some are recomputed, and the bytes saved up to and by it."""
-        order = self.backward.find_layer_order()
+        order = self.backward.layer_order
         before, with_it = (order.sum_before(end, lambda kind: kind.saved) for end in (index, index + 1))
         outside = self.backward.saved_by_layers - order.sum_before(order.num_layers, lambda kind: kind.saved)
         change = 0
@@ -436,7 +450,7 @@ class _BackwardPeaks:
         Each is ((bytes of the layers before, bytes in the layer), ZeRO's elements). The phases are those of
         the layer's backward in ``memory/activations``.
         """
-        order = self.backward.find_layer_order()
+        order = self.backward.layer_order
         outside = self.backward.saved_by_layers - order.sum_before(order.num_layers, lambda kind: kind.saved)
         before = maximum(0, outside + order.sum_before(index, lambda kind: kind.saved))
         fetches: list[tuple[tuple[int, int], PhaseElements]] = []
@@ -478,7 +492,7 @@ class _BackwardPeaks:
                 self.permanent_bucket,
                 phase="forward",
             )
-            for layer in self.backward.find_layer_order().find_last_layers(self.backward.saved_by_layers)
+            for layer in self.backward.layer_order.find_last_layers(self.backward.saved_by_layers)
         ]
 
     def _find_forward_peak(self) -> PeakCandidate:
@@ -494,7 +508,7 @@ class _BackwardPeaks:
         explanations: tuple[str, ...] = _IN_FORWARD
         if self.sizes.fetches_one_by_one and self.sizes.interval == 1:
             # Nothing is saved, so that what is in use inside of a layer counts.
-            kinds = self.backward.find_layer_order().kinds
+            kinds = self.backward.layer_order.kinds
             activations += (maximum(*(where(kind.num_layers > 0, kind.forward, 0) for kind in kinds)),)
             explanations = (*explanations, "in use inside one layer")
         # Stages 1 and 2 allocate the bucket in backward.

@@ -58,3 +58,5 @@ class ZeroBuffers(NamedTuple):
     """All gradients during the loss's backward."""
     gathers_in_forward: bool = False
     """Whether parameters are all-gathered in forward too."""
+    in_pipeline: int = 0
+    """Buffers and tensors of a pipeline stage during backward (``pipeline.py``)."""

@@ -22,7 +22,11 @@ from shardscope.frameworks.deepspeed.memory.offload_config import offload_state
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     shards_tied_head,
 )
-from shardscope.frameworks.deepspeed.memory.pipeline import add_pipeline_buffers
+from shardscope.frameworks.deepspeed.memory.pipeline import (
+    PipelineBuffers,
+    add_pipeline_buffers,
+    compute_pipeline_buffers,
+)
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import (
     compute_stage_3_state,
 )
@@ -64,18 +68,20 @@ def compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     layout = get_layout(plan)
     check_not_quantized(layout)
     rank = count_rank(plan, stage)
+    # PipelineEngine's receive buffers and outputs.
+    is_pipelined = all_true(plan.degrees.pp > 1)
+    pipeline = compute_pipeline_buffers(plan, stage) if is_pipelined else PipelineBuffers()
     # The optimizer of this ZeRO stage, its buckets and all-gathers.
     if layout.stage == 3:
         state = compute_stage_3_state(plan, stage, rank)
     elif layout.stage > 0:
-        state = compute_stage_1_or_2_state(plan, stage, rank)
+        state = compute_stage_1_or_2_state(plan, stage, rank, pipeline.in_backward)
     else:
-        state = compute_stage_0_state(plan, stage, rank)
+        state = compute_stage_0_state(plan, stage, rank, pipeline.in_backward)
     if layout.stage < 3:
         state = state._replace(find_logits=find_logits)
-    # PipelineEngine's receive buffers and outputs.
-    if all_true(plan.degrees.pp > 1):
-        state = add_pipeline_buffers(plan, stage, state, compute_pipeline_reduction_bytes(plan, rank))
+    if is_pipelined:
+        state = add_pipeline_buffers(state, pipeline, compute_pipeline_reduction_bytes(plan, rank))
     # What offload_optimizer and offload_param move to the host or to NVMe.
     if layout.offload_optimizer or layout.offload_params:
         state = offload_state(plan, stage, state, rank)

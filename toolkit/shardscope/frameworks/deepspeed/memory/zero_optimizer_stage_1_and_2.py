@@ -54,8 +54,11 @@ NOT_PARTITIONED = zero_term("parameters are not partitioned, so nothing is all-g
 # ---- Training state
 
 
-def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> TrainingState:
-    """Return the state of stages 1 and 2: flat buffers of weights, each rank updating its partition."""
+def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts, in_pipeline: int) -> TrainingState:
+    """Return the state of stages 1 and 2: flat buffers of weights, each rank updating its partition.
+
+    ``in_pipeline``: bytes of the pipeline's buffers during backward.
+    """
     layout, recipe = get_layout(plan), plan.recipe
     half, counts = rank.half, rank.counts
     # fp32 main copies and moments of this rank's partition (single_partition_of_fp32_groups).
@@ -83,6 +86,7 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
         # Stage 2 accumulates only its own partition's gradients of earlier micro-batches.
         earlier_gradients=where(reduces_late, 0, half * counts.own_gradients * rank.accumulates),
         gradients_at_loss=half * gradients * rank.accumulates,
+        in_pipeline=in_pipeline,
     )
     return TrainingState(
         parameters=rank.add_frozen(
