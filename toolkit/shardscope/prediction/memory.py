@@ -293,7 +293,8 @@ class _StagePhases:
 
 def _compute_step_bytes(candidate: PeakCandidate) -> int:
     """Return the bytes that a step allocates and frees."""
-    return _compute_saved_bytes(candidate) + candidate.gather
+    step_bytes = candidate.activations + candidate.gather
+    return step_bytes if candidate.logits is None else step_bytes + candidate.logits.num_bytes
 
 
 def _compute_saved_bytes(candidate: PeakCandidate) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import all_true
 from shardscope.core.precision import FP32
-from shardscope.frameworks.deepspeed.memory.activation_sizes import list_activation_sizes
+from shardscope.frameworks.deepspeed.memory.activation_sizes import find_logits, list_activation_sizes
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import find_largest_copy
 from shardscope.frameworks.deepspeed.memory.peaks import find_backward_peaks
 from shardscope.frameworks.deepspeed.memory.phases import ZeroBuffers
@@ -72,6 +72,7 @@ def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts, in_pipelin
         optimizer=Term(optimizer, lambda: f"{trained:,} on every rank · {source} ({name})"),
         gather_forward=NOT_PARTITIONED,
         group_sizes=rank.group_sizes,
+        find_logits=find_logits,
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, list_activation_sizes(plan, stage, backward.modules), buffers
         ),
@@ -136,6 +137,7 @@ def _compute_bf16_optimizer_state(
         ),
         gather_forward=NOT_PARTITIONED,
         group_sizes=rank.group_sizes,
+        find_logits=find_logits,
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, list_activation_sizes(plan, stage, backward.modules), buffers
         ),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import any_true, is_array, maximum, minimum, pick_largest_row, where
-from shardscope.frameworks.deepspeed.memory.phases import PhaseElements, ZeroBuffers
+from shardscope.frameworks.deepspeed.memory.phases import PhaseElements, ZeroBuffers, list_layer_elements
 from shardscope.frameworks.deepspeed.memory.pipeline import explain_buffers
 from shardscope.memory.activations.largest_layer import LargestLayer, list_candidate_depths
 from shardscope.memory.report import Phase, Term, sum_parts
@@ -22,7 +22,6 @@ from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 if TYPE_CHECKING:
     from shardscope.frameworks.deepspeed.memory.activation_sizes import ActivationSizes
     from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, LayerPhases
-    from shardscope.memory.activations.layer_order import LayerKind
     from shardscope.memory.activations.stage_activations import StageBackward
 
 
@@ -62,30 +61,6 @@ def find_backward_peaks(
     for other in others:
         peaks += other.find_in_layers()
     return peaks
-
-
-def _list_layer_elements(phases: LayerPhases, kind: LayerKind, down_projection: int) -> list[PhaseElements]:
-    """Return ZeRO's elements at each of the kind's peak candidates, from the end of the layer to its start.
-
-    ``down_projection``: elements freed after the down projection's gradient. After the feed-forward these are
-    the norm after attention, attention's output projection, its core, its query norm, its input projections,
-    and the layer's first norm.
-    """
-    attention = [phases.attention_output, phases.attention_output, phases.before_attention]
-    attention += [phases.attention_output, phases.peak, phases.next_layer]
-    matrices = phases.feed_forward
-    if not kind.moe:
-        first, second = matrices[0], matrices[min(1, len(matrices) - 1)]
-        # A plain feed-forward and a gated one have equally many candidates.
-        copied = PhaseElements(maximum(0, first.staging - down_projection), first.gradients)
-        feed_forward = [phases.first_gradient, first, copied, second]
-        # A norm after the feed-forward comes first.
-        norms = [phases.first_gradient] * (len(kind.backward) - len(feed_forward) - len(attention))
-        return [*norms, *feed_forward, *attention]
-    # Shared experts, if any, the weighting of rows, the down projection, the product, the up projection.
-    experts = [phases.first_gradient, matrices[0], phases.first_gradient, phases.last_feed_forward]
-    num_shared = len(kind.backward) - len(experts) - len(attention)
-    return [phases.first_gradient] * num_shared + experts + attention
 
 
 class _LayerPoint(NamedTuple):
@@ -164,11 +139,12 @@ class _BackwardPeaks:
     ) -> PeakCandidate:
         """Return a candidate; ``bucket``: the bytes allocated for it by then, all unless given."""
         bucket_bytes = self.buffers.bucket if bucket is None else bucket
+        staging, gradients = elements
         return PeakCandidate(
             fraction,
             sum(activations),
-            self.buffers.in_pipeline + bucket_bytes + self.half * elements.staging,
-            self.buffers.earlier_gradients + self.half * elements.gradients,
+            self.buffers.in_pipeline + bucket_bytes + self.half * staging,
+            self.buffers.earlier_gradients + self.half * gradients,
             partial(self._explain_candidate, activations, explanations, elements, bucket_bytes),
             logits,
             phase,
@@ -337,7 +313,11 @@ class _BackwardPeaks:
 
     def _find_recomputation_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
         """Return the candidates at the maximum of the layer's recomputation, one for each kind of layer."""
-        index, order = self.sizes.num_layers - 1 - point.num_passed, self.backward.layer_order
+        order = self.backward.layer_order
+        kinds = [kind for kind in order.kinds if any_true(kind.recomputation)]
+        if not kinds:
+            return []
+        index = self.sizes.num_layers - 1 - point.num_passed
         unsaved = (index == 0) * self.sizes.unsaved
         bucket = self._find_bucket_bytes(point.num_passed, has_gradient=False)
         return [
@@ -348,8 +328,7 @@ class _BackwardPeaks:
                 point.phases.first_gradient,
                 bucket,
             )
-            for kind in order.kinds
-            if any_true(kind.recomputation)
+            for kind in kinds
         ]
 
     def _find_feed_forward_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
@@ -462,7 +441,7 @@ class _BackwardPeaks:
             # Its gradient is copied by then, and stage 3 has released the all-gathered matrix.
             copies = self.buffers.trains_all + self.buffers.gathers_in_forward
             down_projection = copies * self.sizes.down_projection
-            all_elements = _list_layer_elements(phases, kind, down_projection)
+            all_elements = list_layer_elements(phases, kind, down_projection)
             for peak, elements in zip(kind.backward, all_elements, strict=True):
                 # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
                 in_layer = maximum(where(is_kind, peak.activations, -before), -before)

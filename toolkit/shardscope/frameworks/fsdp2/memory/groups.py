@@ -80,7 +80,8 @@ class StageGroups:
     """Group of a layer with routed experts."""
     first_with_experts: int
     """Position of the first layer with routed experts."""
-    num_layers: int
+    all_layers: GroupBuffers
+    """Sums over all layers."""
     root: int
     """Embedding, final norm and head, all-gathered from forward to the end of backward."""
     root_all_gather_output: int
@@ -97,16 +98,13 @@ class StageGroups:
     """Input of the previous micro-batch's last reduce-scatter, alive until the next reduce-scatter: the
     root's, or the first layer's if the root is frozen."""
 
-    @property
-    def all_layers(self) -> GroupBuffers:
-        """Sums over all layers."""
-        return self.get_layer(self.num_layers).before
-
     @cache_by_numbers
     def get_layer(self, position: int) -> LayerGroups:
         """Return the groups around the layer at ``position``."""
         return LayerGroups(
-            self._get_group(position), self._get_group(position - 1), self._sum_before(position)
+            self._get_group(position),
+            self._get_group(position - 1),
+            _sum_before(position, self.dense, self.experts, self.first_with_experts),
         )
 
     def _get_group(self, position: int) -> GroupBuffers:
@@ -124,12 +122,15 @@ class StageGroups:
         # Every entry is computed, and zeroed where there is no such layer.
         return GroupBuffers(*(exists * field for field in group))
 
-    def _sum_before(self, position: int) -> GroupBuffers:
-        """Return the sums over the groups of all layers before ``position``."""
-        # Layers without routed experts come first, as in activations/stage_activations.py.
-        dense = position if self.experts is _NO_GROUP else minimum(position, self.first_with_experts)
-        pairs = zip(self.dense, self.experts, strict=True)
-        return GroupBuffers(*(dense * one + (position - dense) * other for one, other in pairs))
+
+def _sum_before(
+    position: int, dense: GroupBuffers, experts: GroupBuffers, first_with_experts: int
+) -> GroupBuffers:
+    """Return the sums over the groups of all layers before ``position``."""
+    # Layers without routed experts come first, as in activations/stage_activations.py.
+    number = position if experts is _NO_GROUP else minimum(position, first_with_experts)
+    pairs = zip(dense, experts, strict=True)
+    return GroupBuffers(*(number * one + (position - number) * other for one, other in pairs))
 
 
 class _GroupOptions(NamedTuple):
@@ -208,7 +209,7 @@ def _compute_stage_groups(
         dense=dense,
         experts=experts,
         first_with_experts=first_with_experts,
-        num_layers=num_layers,
+        all_layers=_sum_before(num_layers, dense, experts, first_with_experts),
         root=root,
         root_all_gather_output=where(ranks > 1, root, 0),
         head_gradient=trains_root * width.compute * head,
