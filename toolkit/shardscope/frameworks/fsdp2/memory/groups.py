@@ -20,6 +20,7 @@ from shardscope.core.ops import (
     cache_by_numbers,
     ceil_div,
     group_equal,
+    is_array,
     map_distinct,
     minimum,
     where,
@@ -60,17 +61,26 @@ class GroupBuffers(NamedTuple):
 _NO_GROUP = GroupBuffers(0, 0, 0, 0, 0, 0, 0)
 
 
+class LayerSums(NamedTuple):
+    """Sums of :class:`GroupBuffers` over several layers, in bytes."""
+
+    parameters: int
+    kept_after_forward: int
+    gradient_shard: int
+    unsharded_gradient: int
+
+
 class LayerGroups(NamedTuple):
     """Groups around one layer: its own, that of the layer before it, and sums. Bytes."""
 
     own: GroupBuffers
     previous: GroupBuffers
     """Group of the layer before it in the model; zeros for the first layer."""
-    before: GroupBuffers
+    before: LayerSums
     """Sums over all layers before it."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class StageGroups:
     """Buffer sizes of all groups of one pipeline stage, in bytes; never changed, since plans share it."""
 
@@ -80,8 +90,7 @@ class StageGroups:
     """Group of a layer with routed experts."""
     first_with_experts: int
     """Position of the first layer with routed experts."""
-    all_layers: GroupBuffers
-    """Sums over all layers."""
+    num_layers: int
     root: int
     """Embedding, final norm and head, all-gathered from forward to the end of backward."""
     root_all_gather_output: int
@@ -98,14 +107,27 @@ class StageGroups:
     """Input of the previous micro-batch's last reduce-scatter, alive until the next reduce-scatter: the
     root's, or the first layer's if the root is frozen."""
 
-    @cache_by_numbers
+    def __post_init__(self) -> None:
+        self._layers: dict[int, LayerGroups] = {}
+        self.all_layers = self._sum_before(self.num_layers)
+        """Sums over all layers."""
+        self.first = self._get_group(0)
+        """Group of the first layer."""
+        self.last = self._get_group(self.num_layers - 1)
+        """Group of the last layer."""
+
     def get_layer(self, position: int) -> LayerGroups:
         """Return the groups around the layer at ``position``."""
-        return LayerGroups(
-            self._get_group(position),
-            self._get_group(position - 1),
-            _sum_before(position, self.dense, self.experts, self.first_with_experts),
-        )
+        # Cached on this object, which frees the columns of a search with it; a column has no cache.
+        is_one = not is_array(position)
+        layer = self._layers.get(position) if is_one else None
+        if layer is None:
+            layer = LayerGroups(
+                self._get_group(position), self._get_group(position - 1), self._sum_before(position)
+            )
+            if is_one:
+                self._layers[position] = layer
+        return layer
 
     def _get_group(self, position: int) -> GroupBuffers:
         """Return the group of the layer at ``position``; all zeros for a position below 0."""
@@ -122,15 +144,17 @@ class StageGroups:
         # Every entry is computed, and zeroed where there is no such layer.
         return GroupBuffers(*(exists * field for field in group))
 
-
-def _sum_before(
-    position: int, dense: GroupBuffers, experts: GroupBuffers, first_with_experts: int
-) -> GroupBuffers:
-    """Return the sums over the groups of all layers before ``position``."""
-    # Layers without routed experts come first, as in activations/stage_activations.py.
-    number = position if experts is _NO_GROUP else minimum(position, first_with_experts)
-    pairs = zip(dense, experts, strict=True)
-    return GroupBuffers(*(number * one + (position - number) * other for one, other in pairs))
+    def _sum_before(self, position: int) -> LayerSums:
+        """Return the sums over the groups of all layers before ``position``."""
+        # Layers without routed experts come first, as in activations/stage_activations.py.
+        dense = position if self.experts is _NO_GROUP else minimum(position, self.first_with_experts)
+        one, other, rest = self.dense, self.experts, position - dense
+        return LayerSums(
+            dense * one.parameters + rest * other.parameters,
+            dense * one.kept_after_forward + rest * other.kept_after_forward,
+            dense * one.gradient_shard + rest * other.gradient_shard,
+            dense * one.unsharded_gradient + rest * other.unsharded_gradient,
+        )
 
 
 class _GroupOptions(NamedTuple):
@@ -209,7 +233,7 @@ def _compute_stage_groups(
         dense=dense,
         experts=experts,
         first_with_experts=first_with_experts,
-        all_layers=_sum_before(num_layers, dense, experts, first_with_experts),
+        num_layers=num_layers,
         root=root,
         root_all_gather_output=where(ranks > 1, root, 0),
         head_gradient=trains_root * width.compute * head,

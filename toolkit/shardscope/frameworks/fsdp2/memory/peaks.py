@@ -48,7 +48,7 @@ def compute_gathered_at_loss(
     # post-forward does (torch 2.13, _fsdp_state.py, _post_forward). The model computes its loss inside of the
     # root, before that; a pipeline schedule computes it outside, after that.
     loss_is_in_root = plan.degrees.pp == 1
-    last_output = loss_is_in_root * groups.get_layer(stage.num_layers - 1).own.all_gather_output
+    last_output = loss_is_in_root * groups.last.all_gather_output
     # Parameters that reshard_after_forward leaves all-gathered: of all layers, for all had their forward.
     kept_parameters = groups.all_layers.kept_after_forward
     # No layer of this micro-batch has reduced yet: the last reduce-scatter is the previous micro-batch's.
@@ -141,7 +141,7 @@ class StepPeaks:
 
     def _build_first(self) -> PeakCandidate:
         """Return the candidate at the first layer's all-gather, where the root's output is not freed yet."""
-        groups, first = self.groups, self.groups.get_layer(0).own
+        groups, first = self.groups, self.groups.first
         # In the order of explanations.FIRST_ALL_GATHER.gathered, as in all candidates below.
         gathered = (
             groups.root,
@@ -232,7 +232,7 @@ class StepPeaks:
         """Return the output of the last layer's all-gather; 0 if the layer is all-gathered anyway."""
         if self.keeps_all_gathered:
             return 0
-        return self.groups.get_layer(self.stage.num_layers - 1).own.all_gather_output
+        return self.groups.last.all_gather_output
 
     # ---- Layers in backward ----
 
@@ -339,7 +339,7 @@ class StepPeaks:
         all_reduced = self._sum_reduced(0)
         # Autograd sums the gradients of a tied weight's two uses, head and embedding, into a new tensor.
         activations = (backward.stream_gradient, 2 * self.tied_head_gradient, groups.embedding_gradient, 0)
-        first_input = groups.get_layer(0).own.reduce_scatter_input
+        first_input = groups.first.reduce_scatter_input
         output = groups.root_reduce_scatter_input + self.allocates_output * groups.root_gradient_shard
         # The loop variable in foreach_reduce still references the last gradient of its list.
         last_gradient = (groups.root_all_gather_output > 0) * self.head_gradient
