@@ -19,6 +19,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import compute_layer_activations, find_modules, list_saved_tensors
 from shardscope.memory.activations.modules.saved_tensors import Modules
+from shardscope.memory.activations.rank_activations import RankActivations
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.state.lora import count_adapter_parameters, count_layer_adapters
@@ -587,9 +588,10 @@ def test_sharing_work_between_stages_changes_no_result(a_plan: Plan, pp: int, vp
             assume(False)
     model = frameworks[a_plan.layout.framework].memory_model()
     report = a_plan.memory()
+    rank = RankActivations(a_plan, find_modules(a_plan))
     for stage, found in zip(list_stages(a_plan), report.by_stage, strict=True):
         alone = sorted(
-            compute_phases(a_plan, find_modules(a_plan), stage, model.compute_training_state(a_plan, stage)),
+            compute_phases(rank, stage, model.compute_training_state(a_plan, stage)),
             key=lambda moment: moment.fraction,
         )
         assert [moment.components for moment in found.phases] == [moment.components for moment in alone]

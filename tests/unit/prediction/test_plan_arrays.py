@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -18,6 +19,7 @@ import shardscope as ss
 from shardscope.core.layout import Layout
 from shardscope.core.ops import ceil_div, map_distinct, maximum, minimum, where
 from shardscope.core.plan import Plan
+from shardscope.prediction.batch.column import Column
 from shardscope.prediction.batch.memory import compute_peaks
 
 LAYOUTS = {
@@ -123,3 +125,15 @@ def test_peaks_of_an_array_include_zeropp_secondary_partitions() -> None:
         for size in (1, 2)
     ]
     assert compute_peaks(several).tolist() == [plan.memory().peak_bytes for plan in several]
+
+
+def count_columns() -> int:
+    gc.collect()
+    return sum(type(one) is Column for one in gc.get_objects())
+
+
+def test_a_search_leaves_no_columns_in_memory() -> None:
+    """A formula's cache that keeps columns would keep the arrays of every search of a notebook."""
+    before = count_columns()
+    ss.search(ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(seq_len=1000))
+    assert count_columns() <= before

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import format_count, format_gib
 from shardscope.core.ops import largest_sum, map_distinct, maximum
 from shardscope.memory.activations.forward import find_modules
+from shardscope.memory.activations.rank_activations import RankActivations
 from shardscope.memory.activations.stage_activations import TransformersActivations
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.overheads.band import compute_band
@@ -30,7 +31,6 @@ from shardscope.memory.state.training_state import PeakCandidate
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.state.stages import Stage
     from shardscope.memory.state.training_state import TrainingState
 
@@ -42,14 +42,14 @@ def predict_memory(plan: Plan) -> MemoryReport:
     from shardscope.frameworks.registry import frameworks
 
     model = frameworks[plan.layout.framework].memory_model()
-    shapes, modules = model.find_shapes(plan), find_modules(plan)
+    shapes, rank = model.find_shapes(plan), RankActivations(plan, find_modules(plan))
     stages = [model.count_weights(plan, shape) for shape in shapes.kinds]
     # With receive buffers for adjacent stages, an inner stage may need more memory than the first.
     depends_on_neighbours = model.counts_neighbours
     num_kept = 1 if depends_on_neighbours else 0
     # Only stages that can have the largest peak are computed now; all others when ``by_stage`` is read.
     candidates = {
-        stage.number: (_build_stage(plan, modules, stage, state), state)
+        stage.number: (_build_stage(rank, stage, state), state)
         for stage in (*stages[:num_kept], *_find_peak_stages(stages[num_kept:]))
         for state in (model.compute_training_state(plan, stage),)
     }
@@ -63,8 +63,8 @@ def predict_memory(plan: Plan) -> MemoryReport:
                 return candidates[number][0]
             stage = stages[kind]._replace(number=number)
             if depends_on_neighbours:
-                return _build_stage(plan, modules, stage, model.compute_training_state(plan, stage))
-            return _build_stage(plan, modules, stage, states[kind])
+                return _build_stage(rank, stage, model.compute_training_state(plan, stage))
+            return _build_stage(rank, stage, states[kind])
 
         return tuple(find_stage(number, kind) for number, kind in enumerate(shapes.kind_of))
 
@@ -99,19 +99,19 @@ def _find_peak_stages(stages: list[Stage]) -> list[Stage]:
     return peak_stages
 
 
-def _build_stage(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> StageMemory:
+def _build_stage(rank: RankActivations, stage: Stage, state: TrainingState) -> StageMemory:
     """Return the memory of one stage; its phases are computed lazily."""
     host_bytes = state.host_bytes
     # Offloaded activations are on the host from the end of a layer's forward to its backward.
-    if plan.recipe.recompute == "offload":
-        host_bytes += TransformersActivations(plan, modules, stage).compute_offloaded()
+    if rank.plan.recipe.recompute == "offload":
+        host_bytes += TransformersActivations(rank, stage).compute_offloaded()
     return StageMemory(
         stage=stage.number,
         num_layers=stage.num_layers,
         find_phases=lambda: tuple(
-            sorted(compute_phases(plan, modules, stage, state), key=lambda phase: phase.fraction)
+            sorted(compute_phases(rank, stage, state), key=lambda phase: phase.fraction)
         ),
-        find_peak=lambda: find_peak_phase(plan, modules, stage, state),
+        find_peak=lambda: find_peak_phase(rank, stage, state),
         host_bytes=host_bytes,
         nvme_bytes=state.nvme_bytes,
     )
@@ -120,35 +120,35 @@ def _build_stage(plan: Plan, modules: Modules, stage: Stage, state: TrainingStat
 # ---- Phases of one stage ----
 
 
-def compute_phases(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[PhaseMemory]:
+def compute_phases(rank: RankActivations, stage: Stage, state: TrainingState) -> list[PhaseMemory]:
     """Return all phases of one stage; peak candidates between rest and optimizer step are unordered."""
-    phases = _StagePhases(plan, state)
-    candidates = _find_candidates(plan, modules, stage, state)
+    phases = _StagePhases(rank.plan, state)
+    candidates = _find_candidates(rank, stage, state)
     return [*phases.list_idle_phases(), *(phases.build_phase(candidate) for candidate in candidates)]
 
 
-def find_peak_phase(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> PhaseMemory:
+def find_peak_phase(rank: RankActivations, stage: Stage, state: TrainingState) -> PhaseMemory:
     """Return the stage's peak phase (the earliest one on ties) in full, and only totals for the rest."""
-    phases = _StagePhases(plan, state)
+    phases = _StagePhases(rank.plan, state)
     # Totals of all candidates, and terms with their explanations for the largest only.
     idle = max(phases.list_idle_phases(), key=lambda phase: phase.total)
     total, fraction, peak = idle.total, idle.fraction, None
-    for candidate in _find_candidates(plan, modules, stage, state):
+    for candidate in _find_candidates(rank, stage, state):
         candidate_total = phases.compute_total(candidate)
         if candidate_total > total or (candidate_total == total and candidate.fraction < fraction):
             total, fraction, peak = candidate_total, candidate.fraction, candidate
     return idle if peak is None else phases.build_phase(peak)
 
 
-def compute_peak_bytes(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> int:
+def compute_peak_bytes(rank: RankActivations, stage: Stage, state: TrainingState) -> int:
     """Return the bytes of the stage's peak phase; a column, if the numbers are those of many plans.
 
     For candidates with the same gradients, the maximum of the other bytes is taken first: fragmentation grows
     with these bytes only.
     """
-    phases = _StagePhases(plan, state)
+    phases = _StagePhases(rank.plan, state)
     by_gradients: dict[int, tuple[int, list[tuple[int, int]]]] = {}
-    for candidate in _find_candidates(plan, modules, stage, state):
+    for candidate in _find_candidates(rank, stage, state):
         _, step_bytes = by_gradients.setdefault(id(candidate.gradients), (candidate.gradients, []))
         step_bytes.append((_compute_saved_bytes(candidate), candidate.gather))
     # Gradients are the same object for many candidates, so ``id`` groups them without comparing arrays.
@@ -160,11 +160,11 @@ def compute_peak_bytes(plan: Plan, modules: Modules, stage: Stage, state: Traini
     return maximum(*idle_totals, phases.total_with_optimizer + busy)
 
 
-def _find_candidates(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[PeakCandidate]:
+def _find_candidates(rank: RankActivations, stage: Stage, state: TrainingState) -> list[PeakCandidate]:
     """Return the end of forward and the peak candidates of backward, in the framework's own order."""
     if state.find_peaks is not None:
-        return state.find_peaks(stage, modules)
-    activations = TransformersActivations(plan, modules, stage)
+        return state.find_peaks(stage, rank.modules)
+    activations = TransformersActivations(rank, stage)
     find_logits = state.find_logits or TransformersActivations.compute_logits
     logits_in_forward, logits_in_backward = find_logits(activations)
     # At the end of a forward, gradients are those of earlier micro-batches; of the first, those that the
@@ -173,7 +173,7 @@ def _find_candidates(plan: Plan, modules: Modules, stage: Stage, state: Training
         state.gradients if state.keeps_gradients else _NO_GRADIENTS
     )
     gradients = choose_term(
-        plan.num_micro_batches > 1, state.gradients_accumulated or state.gradients, with_one_micro_batch
+        rank.plan.num_micro_batches > 1, state.gradients_accumulated or state.gradients, with_one_micro_batch
     )
     end_of_forward = PeakCandidate.from_terms(
         0.33,
@@ -293,7 +293,8 @@ class _StagePhases:
 
 def _compute_step_bytes(candidate: PeakCandidate) -> int:
     """Return the bytes that a step allocates and frees."""
-    return _compute_saved_bytes(candidate) + candidate.gather
+    step_bytes = candidate.activations + candidate.gather
+    return step_bytes if candidate.logits is None else step_bytes + candidate.logits.num_bytes
 
 
 def _compute_saved_bytes(candidate: PeakCandidate) -> int:

@@ -49,11 +49,13 @@ def test_collectives_send_what_their_buffers_hold(name: str) -> None:
     (shape,) = find_shapes(plan).kinds
     stage = count_weights(plan, shape)
     groups = compute_groups(plan, stage)
-    in_layers = groups.sum_before(stage.num_layers, lambda group: group.parameters)
+    in_layers = groups.all_layers.parameters
     # The root group stays from forward to backward, and is all-gathered once.
     rounds = [one.num_bytes for one in plan.step().communication if one.part == "gathers"]
     assert [sent / plan.num_micro_batches for sent in rounds] == [groups.root + in_layers, in_layers]
-    reduced = groups.sum_before(stage.num_layers, lambda group: group.reduce_scatter_input)
+    num_dense = stage.num_layers - stage.num_moe_layers
+    reduced = num_dense * groups.dense.reduce_scatter_input
+    reduced += stage.num_moe_layers * groups.experts.reduce_scatter_input
     assert sum_sent(plan, "reduce_scatter") == groups.root_reduce_scatter_input + reduced
 
 
@@ -65,7 +67,7 @@ def test_a_pipeline_stage_gathers_its_root_once_a_step(reshard: bool) -> None:
     worst = max(find_shapes(plan).kinds, key=lambda shape: count_weights(plan, shape).shard)
     stage = count_weights(plan, worst)
     groups = compute_groups(plan, stage)
-    in_layers = groups.sum_before(stage.num_layers, lambda group: group.parameters)
+    in_layers = groups.all_layers.parameters
     rounds = [one.num_bytes for one in plan.step().communication if one.part == "gathers"]
     # Of four micro-batches, two have their forward before the first backward.
     forwards = [2 * in_layers + groups.root, in_layers] if reshard else [in_layers + groups.root]

@@ -157,7 +157,7 @@ def compute_layer_activations(
     if len(windows) > 1:
         with_window, without_window = (
             compute_layer_activations(
-                architecture, moe, modules._replace(windowed=windowed), recompute, tp, num_stream_shards
+                architecture, moe, modules.with_window(windowed), recompute, tp, num_stream_shards
             )
             for windowed in windows
         )

@@ -11,7 +11,7 @@ from shardscope.core.precision import FP32
 from shardscope.families.registry import find_family
 from shardscope.memory.activations.modules.layernorm import casts_norms
 from shardscope.memory.activations.modules.liger import compute_liger_final_norm
-from shardscope.memory.report import Term
+from shardscope.memory.report import Term, zero_term
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -122,6 +122,9 @@ def compute_logits_terms(
 
     ``vocab``: vocabulary rows on one rank; None: divided by tp.
     """
+    if is_last is False:
+        no_head = zero_term("only the last pipeline stage has the head")
+        return no_head, no_head
     if vocab is None:
         vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
     rows, loss, hidden = vocab, resolve_loss(plan), plan.architecture.hidden_size
@@ -137,8 +140,6 @@ def compute_logits_terms(
         logits = compute_chunked_loss(tokens, rows, hidden, modules, capped)
 
     def explain(num_bytes: int, when: str) -> str:
-        if not is_last:
-            return "only the last pipeline stage has the head"
         if loss != "full":
             return f"{format_count(tokens, 'token')}, {rows:,} vocabulary · {_LOSS_SOURCES[loss]}"
         return (

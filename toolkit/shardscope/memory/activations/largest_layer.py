@@ -94,7 +94,7 @@ def find_largest_layer(stage: TransformersActivations, windowed: bool | None = N
 
     ``windowed``: only layers with a sliding window, or without one; None: any.
     """
-    arch, modules, tokens = stage.plan.architecture, stage.modules._replace(windowed=windowed), stage.tokens
+    arch, modules, tokens = stage.plan.architecture, stage.modules.with_window(windowed), stage.tokens
     kinds = stage.kinds if windowed is None else stage.list_kinds(modules)
     layer, tp = _find_most_activations(kinds), stage.plan.degrees.tp
     # Layers with experts come last, and so first in backward.

@@ -9,28 +9,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.ops import ceil_div, is_array, map_distinct, maximum, minimum, where
-from shardscope.memory.activations.float8 import compute_layer_working
-from shardscope.memory.activations.forward import (
-    compute_kept_for_recomputation,
-)
 from shardscope.memory.activations.modules.attention import find_window_layers, list_windows
-from shardscope.memory.activations.modules.dora import compute_dora_peaks, compute_dora_vectors
-from shardscope.memory.activations.modules.layer_forward import LayerPeak
-from shardscope.memory.activations.modules.layer_peaks import compute_layer_peaks
-from shardscope.memory.activations.weight_casts import (
-    compute_passing_cast,
-    compute_weight_casts,
-    count_weight_casts,
-)
 from shardscope.memory.state.stages import count_layers_by_kind
 
 if TYPE_CHECKING:
+    from shardscope.memory.activations.modules.layer_forward import LayerPeak
     from shardscope.memory.activations.modules.saved_tensors import Modules
-    from shardscope.memory.activations.stage_activations import LayersOfKind, TransformersActivations
+    from shardscope.memory.activations.stage_activations import TransformersActivations
 
 
 class LayerPattern(NamedTuple):
@@ -253,29 +242,22 @@ def build_layer_order(activations: TransformersActivations) -> LayerOrder:
     arch, recipe = plan.architecture, plan.recipe
     interval = recipe.recompute_interval if recipe.recompute != "none" else 1
     num_dense = stage.num_layers - stage.num_moe_layers
-    windows = list_windows(arch, modules)
-    kinds_by_window = [(activations.kinds, modules)]
-    if len(windows) > 1:
-        kinds_by_window = [
-            (activations.list_kinds(run), run)
-            for run in (modules._replace(windowed=windowed) for windowed in windows)
-        ]
     # ``activations.kinds`` has the same order: the recomputed kinds come first.
     by_kind = count_layers_by_kind(arch, stage)
     kinds: list[LayerKind] = []
-    for position in range(len(activations.kinds)):
+    for position, layers in enumerate(activations.kinds):
         moe, num_layers = by_kind[position % len(by_kind)]
         is_recomputed = position < len(by_kind)
         # 0 * num_dense is an array where num_dense is one.
         first, last = (num_dense, stage.num_layers - 1) if moe else (0 * num_dense, num_dense - 1)
-        for layers_of_kinds, run in kinds_by_window:
+        for run in [modules.with_window(windowed) for windowed in list_windows(arch, modules)]:
             pattern = None
             if run.windowed is not None:
                 pattern = LayerPattern(
                     arch.num_hidden_layers, arch.sliding_window_layers, interval, run.windowed, is_recomputed
                 )
             in_range = _find_range(pattern, interval, is_recomputed, num_layers, first, last)
-            kinds.append(_build_kind(activations, run, moe, layers_of_kinds[position], pattern, *in_range))
+            kinds.append(_build_kind(activations, run, moe, layers.recompute, pattern, *in_range))
     return LayerOrder(stage.num_layers, num_dense, interval, tuple(kinds))
 
 
@@ -301,63 +283,24 @@ def _build_kind(
     activations: TransformersActivations,
     modules: Modules,
     moe: bool,
-    layers: LayersOfKind,
+    recompute: str,
     pattern: LayerPattern | None,
     is_recomputed: bool,
     num_layers: int,
     first: int,
     last: int,
 ) -> LayerKind:
-    plan, tokens = activations.plan, activations.tokens
-    arch, num_stream_shards = plan.architecture, activations.num_stream_shards
-    layer, recompute = layers.activations, layers.recompute
-    peaks = map_distinct(
-        partial(compute_layer_peaks, arch, moe, modules, recompute), plan.degrees.tp, num_stream_shards
-    )
-    # A quantized base's matrix is dequantized in its matmul's backward, whose weight count each peak has; and
-    # an offloaded copy of autocast returns from the host for it.
-    returns_casts = recompute == "offload" and modules.on_gpu and modules.autocast and modules.trained
-    matrix_width = modules.compute * (modules.quantized or returns_casts)
-    backward = [
-        LayerPeak(
-            tokens * activations + matrix_width * in_matmul,
-            finished,
-            matrix,
-            experts,
-            0 if returns_casts else casts,
-        )
-        for activations, finished, matrix, experts, casts, in_matmul in peaks.backward
-    ]
-    forward = tokens * peaks.forward
-    if modules.uses_dora:
-        stream = arch.hidden_size * modules.stream
-        kept_inputs = compute_kept_for_recomputation(arch, moe, modules, recompute, stream)
-        in_forward, in_backward = compute_dora_peaks(arch, modules, recompute, tokens, kept_inputs)
-        forward = maximum(forward, in_forward)
-        backward = [LayerPeak(num_bytes) for num_bytes in in_backward]
-    # The casts to 8 bits inside of one Linear's backward are a candidate of their own.
-    if plan.recipe.precision == "fp8-mixed":
-        stream = ceil_div(arch.hidden_size * modules.stream, num_stream_shards)
-        saved = tokens * (layer.saved + layer.recomputed + stream)
-        backward.append(LayerPeak(saved + compute_layer_working(arch, moe, tokens)))
-    casts = compute_weight_casts(arch, moe, modules)
-    copies, kept_copies = count_weight_casts(arch, modules, recompute)
+    layer = activations.rank.get_layer(moe, recompute, modules)
     # int8 matmuls do not dequantize the matrix in forward, only in backward.
     dequantized = 0 if modules.int8_base else activations.compute_dequantized()
     return LayerKind(
-        moe=moe,
-        is_recomputed=is_recomputed,
-        pattern=pattern,
-        num_layers=num_layers,
-        first_index=first,
-        last_index=last,
-        saved=tokens * layer.saved + compute_dora_vectors(arch, modules, recompute),
-        forward=forward + dequantized + compute_passing_cast(arch, moe, modules, recompute),
-        backward=tuple(backward),
-        # DoRA's own candidates have it among them.
-        recomputation=0 if modules.uses_dora else tokens * peaks.recomputation,
-        casts=0 if returns_casts else casts,
-        casts_after_forward=copies * casts,
-        casts_in_backward=kept_copies * casts,
-        weights=peaks.weights,
+        moe,
+        is_recomputed,
+        pattern,
+        num_layers,
+        first,
+        last,
+        layer.saved,
+        layer.forward + dequantized,
+        *layer[2:],
     )

@@ -11,27 +11,15 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_count, format_gib, format_kib
-from shardscope.core.ops import ceil_div, group_equal, map_distinct, maximum, minimum, where
-from shardscope.families.parameter_names import list_attention_inputs
-from shardscope.families.registry import find_family
+from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.memory.activations.forward import (
     LayerActivations,
-    compute_document_mask,
-    compute_kept_masks,
-    compute_layer_activations,
-    compute_unsaved_at_start,
 )
 from shardscope.memory.activations.head import (
-    compute_final_norm,
-    compute_final_norm_saved,
-    compute_head_input,
     compute_logits_terms,
-    compute_norm_after_head,
-    resolve_loss,
 )
 from shardscope.memory.activations.largest_layer import LargestLayer, find_largest_layer
 from shardscope.memory.activations.layer_order import LayerOrder, build_layer_order
-from shardscope.memory.activations.modules.attention import is_eager
 from shardscope.memory.activations.modules.dora import compute_dora_vectors
 from shardscope.memory.activations.weight_casts import compute_weight_casts, count_weight_casts
 from shardscope.memory.report import Term
@@ -39,13 +27,10 @@ from shardscope.memory.state.quantization import find_largest_matrix
 from shardscope.memory.state.stages import count_layers_by_kind, count_recomputed_by_kind
 
 if TYPE_CHECKING:
-    from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.memory.activations.modules.saved_tensors import Modules
+    from shardscope.memory.activations.rank_activations import RankActivations
     from shardscope.memory.state.stages import Stage
-
-TOKEN_ID_BYTES = 8
-"""Bytes of a token's id, which the embedding saves for backward: int64."""
 
 
 class StageBackward(NamedTuple):
@@ -70,8 +55,8 @@ class StageBackward(NamedTuple):
     """Logits and their gradients at the backward of the loss."""
     explain_layers: Callable[[], str]
     """Returns the formula and source of the layers' saved activations."""
-    find_layer_order: Callable[[], LayerOrder]
-    """Returns the layers one by one, for frameworks that treat layers differently."""
+    layer_order: LayerOrder
+    """The layers one by one, for frameworks that treat layers differently."""
     find_largest_layer: Callable[[bool | None], LargestLayer]
     """Returns the largest layer, for frameworks that use it for all layers; with or without a sliding window,
     or any (None)."""
@@ -88,28 +73,27 @@ class LayersOfKind(NamedTuple):
 class TransformersActivations:
     """Activations of one stage's micro-batches, in forward and backward."""
 
-    def __init__(self, plan: Plan, modules: Modules, stage: Stage) -> None:
-        self.plan, self.modules, self.stage = plan, modules, stage
-        degrees, recipe = plan.degrees, plan.recipe
-        self.tokens = group_equal(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
-        self.num_stream_shards = where(plan.layout.splits_sequence, degrees.tp, 1)
-        """Number of shards of the residual stream: tp with sequence parallelism."""
-        self.kinds = self.list_kinds(modules)
-        self.num_chunks, self.chunks_in_flight = count_in_flight(plan, stage.number)
+    def __init__(self, rank: RankActivations, stage: Stage) -> None:
+        self.rank, self.stage = rank, stage
+        self.plan, self.modules, self.tokens = rank.plan, rank.modules, rank.tokens
+        self.num_stream_shards = rank.num_stream_shards
+        self.kinds = self.list_kinds(self.modules)
+        self.num_chunks, self.chunks_in_flight = count_in_flight(self.plan, stage.number)
         # A micro-batch in flight keeps the saved tensors of one chunk of the stage's layers.
         saved = sum([kind.num_layers * kind.activations.saved for kind in self.kinds])
         self.saved_by_layers = ceil_div(self.tokens * saved, self.num_chunks) * self.chunks_in_flight
-        if modules.uses_dora:
+        if self.modules.uses_dora:
             self.saved_by_layers += sum(
-                kind.num_layers * compute_dora_vectors(plan.architecture, modules, kind.recompute)
+                kind.num_layers * compute_dora_vectors(self.plan.architecture, self.modules, kind.recompute)
                 for kind in self.kinds
             )
         """Bytes of all layers' activations, of all micro-batches in flight."""
-        self.saved_before_layers = self.tokens * self._compute_before_layers()
+        edges = rank.edges
+        self.saved_before_layers = stage.is_first * edges.at_start + edges.masks
         """Bytes of one micro-batch."""
-        self.saved_after_layers = stage.is_last * self.tokens * self._compute_after_layers()
+        self.saved_after_layers = stage.is_last * edges.after_layers
         """Bytes of one micro-batch."""
-        self.unsaved_casts = self._compute_unsaved_casts()
+        self.unsaved_casts = stage.is_first * edges.unsaved_casts
         self.casts_after_forward, self.casts_in_backward = self._compute_weight_casts()
 
     # ---- The end of forward, and backward ----
@@ -118,7 +102,7 @@ class TransformersActivations:
         """Return the activations at the end of forward."""
         edges = self.saved_before_layers + self.saved_after_layers
         casts = self.casts_after_forward
-        num_bytes = self.saved_by_layers + edges + casts + self._compute_output()
+        num_bytes = self.saved_by_layers + edges + casts + self.stage.is_last * self.rank.edges.output
 
         def explain() -> str:
             copies = (
@@ -134,18 +118,17 @@ class TransformersActivations:
 
     def compute_backward(self, logits: Term) -> StageBackward:
         """Return the bytes that autograd holds during the stage's backward."""
-        row = self.plan.architecture.hidden_size * self.modules.stream
         return StageBackward(
             modules=self.modules,
             saved_by_layers=self.saved_by_layers + self.saved_before_layers,
             saved_by_head=self.saved_after_layers,
             weight_casts=self.casts_in_backward,
             unsaved_casts=self.unsaved_casts,
-            stream_gradient=self.tokens * ceil_div(row, self.num_stream_shards),
-            in_final_norm=self.stage.is_last * self.tokens * self._compute_in_final_norm(),
+            stream_gradient=self.rank.stream_gradient,
+            in_final_norm=self.stage.is_last * self.rank.edges.in_final_norm,
             logits=logits,
             explain_layers=self.explain_layers,
-            find_layer_order=partial(build_layer_order, self),
+            layer_order=build_layer_order(self),
             find_largest_layer=partial(find_largest_layer, self),
         )
 
@@ -167,15 +150,6 @@ class TransformersActivations:
 
     # ---- Layers ----
 
-    def _compute_layer(self, moe: bool, recompute: str, modules: Modules) -> LayerActivations:
-        """Return the activations of one layer of a kind. Bytes per token."""
-        compute = partial(compute_layer_activations, self.plan.architecture, moe, modules, recompute)
-        # torch's ring attention (cp > 1) concatenates the output of sequence chunks.
-        joins = 0
-        if self.plan.layout.joins_attention_by_heads:
-            joins = where(self.plan.degrees.cp > 1, 1, 0)
-        return map_distinct(compute, self.plan.degrees.tp, self.num_stream_shards, joins)
-
     def list_kinds(self, modules: Modules) -> list[LayersOfKind]:
         """Return the layers of each kind on the stage, recomputed or offloaded ones first.
 
@@ -186,12 +160,12 @@ class TransformersActivations:
         interval = 1 if recompute == "none" else interval
         by_kind = count_recomputed_by_kind(self.plan.architecture, self.stage, interval)
         kinds = [
-            LayersOfKind(recomputed, self._compute_layer(moe, recompute, modules), recompute)
+            LayersOfKind(recomputed, self.rank.get_activations(moe, recompute, modules), recompute)
             for moe, _, recomputed in by_kind
         ]
         if interval > 1:
             kinds += [
-                LayersOfKind(num_layers - recomputed, self._compute_layer(moe, "none", modules), "none")
+                LayersOfKind(num_layers - recomputed, self.rank.get_activations(moe, "none", modules), "none")
                 for moe, num_layers, recomputed in by_kind
             ]
         return kinds
@@ -218,51 +192,6 @@ class TransformersActivations:
             return 0
         return self.modules.compute * find_largest_matrix(self.plan.architecture, self.stage)
 
-    # ---- Before and after the layers ----
-
-    def _compute_before_layers(self) -> int:
-        """Return bytes per token saved before the layers: its id, and masks that layers share.
-
-        The tensors that the first layer need not save under adapters are subtracted.
-        """
-        arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
-        documents = compute_document_mask(arch, modules)
-        if recipe.recompute != "none" or not recipe.has_adapters:
-            masks = compute_kept_masks(arch, modules, recipe.recompute, recipe.recompute_interval)
-            if not is_eager(arch, modules) and not find_family(arch).always_passes_mask:
-                # Boolean window masks are the same for all sequences, and exist once.
-                masks = ceil_div(masks, recipe.micro_batch_size)
-            return self.stage.is_first * TOKEN_ID_BYTES + masks + documents
-        unsaved = map_distinct(
-            lambda tp, num_shards: compute_unsaved_at_start(arch, modules, tp, num_shards),
-            self.plan.degrees.tp,
-            self.num_stream_shards,
-        )
-        return self.stage.is_first * (TOKEN_ID_BYTES - unsaved) + documents
-
-    def _compute_after_layers(self) -> int:
-        """Return bytes per token saved after the layers: by the final norm, and the head's input."""
-        arch, modules = self.plan.architecture, self.modules
-        norm = ceil_div(compute_final_norm_saved(arch, modules), self.num_stream_shards)
-        return norm + compute_head_input(arch, modules, resolve_loss(self.plan))
-
-    def _compute_output(self) -> int:
-        """Return bytes of the final norm's output, returned by the model, unless it is saved anyway."""
-        modules = self.modules
-        is_saved = modules.trained or modules.keeps_frozen_inputs
-        is_alive = modules.kernels != "megatron" and (modules.autocast or not is_saved)
-        row = self.plan.architecture.hidden_size * modules.normed
-        return self.stage.is_last * self.tokens * is_alive * row
-
-    def _compute_in_final_norm(self) -> int:
-        """Return bytes per token at the final norm's backward, on top of all saved activations."""
-        arch, modules, loss = self.plan.architecture, self.modules, resolve_loss(self.plan)
-        sharded = ceil_div(compute_final_norm(arch, modules), self.num_stream_shards)
-        if loss == "fused":
-            return sharded
-        unsharded = compute_norm_after_head(arch, modules, compute_head_input(arch, modules, loss))
-        return where(self.num_stream_shards > 1, sharded, unsharded)
-
     # ---- Autocast's copies of weights ----
 
     def _compute_weight_casts(self) -> tuple[int, int]:
@@ -285,19 +214,6 @@ class TransformersActivations:
             copies, kept_copies = count_weight_casts(arch, modules, kind.recompute)
             after_forward, in_backward = after_forward + copies * casts, in_backward + kept_copies * casts
         return after_forward, in_backward - self.unsaved_casts
-
-    def _compute_unsaved_casts(self) -> int:
-        """Return bytes of first-layer adapter copies not kept by autograd: their input needs no gradient."""
-        modules = self.modules
-        if modules.trained or not modules.autocast or self.plan.recipe.recompute != "none":
-            return 0
-        return self.stage.is_first * modules.compute * _count_first_adapters(self.plan.architecture, modules)
-
-
-def _count_first_adapters(arch: Architecture, modules: Modules) -> int:
-    """Return the number of weights in the adapters' first matrices that read the model's embeddings."""
-    adapted = set(list_attention_inputs(arch)).intersection(modules.targets or ())
-    return modules.adapter_rank * sum(inner for name, (_, inner) in arch.layer_linears(0) if name in adapted)
 
 
 def count_in_flight(plan: Plan, stage: int) -> tuple[int, int]:

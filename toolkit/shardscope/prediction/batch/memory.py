@@ -11,6 +11,7 @@ import numpy as np
 from shardscope.core.layout import Degrees
 from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.modules.attention import broadcasts_views
+from shardscope.memory.activations.rank_activations import RankActivations
 from shardscope.memory.activations.stage_activations import TransformersActivations
 from shardscope.memory.state.stages import StageShape
 from shardscope.prediction.batch.object_batch import build_batch
@@ -50,9 +51,10 @@ def compute_stage_bytes(plan: Plan, modules: Modules, stage: Stage) -> StageByte
     from shardscope.frameworks.registry import frameworks
 
     state = frameworks[plan.layout.framework].memory_model().compute_training_state(plan, stage)
-    peak = compute_peak_bytes(plan, modules, stage, state)
+    rank = RankActivations(plan, modules)
+    peak = compute_peak_bytes(rank, stage, state)
     offloads = plan.recipe.recompute == "offload"
-    offloaded = TransformersActivations(plan, modules, stage).compute_offloaded() if offloads else 0
+    offloaded = TransformersActivations(rank, stage).compute_offloaded() if offloads else 0
     return StageBytes(peak, state.host_bytes + offloaded, state.host_bytes, state.nvme_bytes)
 
 

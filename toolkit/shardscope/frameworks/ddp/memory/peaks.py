@@ -69,7 +69,7 @@ class _StepPeaks:
         """Weights of the head whose gradients are in a bucket once the head's backward is done."""
 
     def list_candidates(self) -> list[PeakCandidate]:
-        backward, order = self.backward, self.backward.find_layer_order()
+        backward, order = self.backward, self.backward.layer_order
         candidates = [
             self._build_in_forward(order, layer) for layer in order.find_last_layers(backward.saved_by_layers)
         ]

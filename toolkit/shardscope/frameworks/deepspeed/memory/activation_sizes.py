@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import ceil_div, map_distinct
+from shardscope.core.number_format import format_count
+from shardscope.core.ops import ceil_div, map_distinct, where
 from shardscope.core.precision import FP32
 from shardscope.families.parameter_names import list_mlp_inputs, list_parameter_names
 from shardscope.families.registry import find_family
 from shardscope.frameworks.deepspeed.memory.partition_parameters import shards_tied_head
 from shardscope.memory.activations.forward import compute_layer_activations, compute_unsaved_at_start
-from shardscope.memory.activations.head import resolve_loss
+from shardscope.memory.activations.head import compute_logits_terms, resolve_loss
 from shardscope.memory.activations.largest_layer import compute_layer_backward
 from shardscope.memory.activations.modules.attention import compute_saved_scores, list_windows
 from shardscope.memory.activations.modules.experts import get_expert_row_widths
+from shardscope.memory.report import Term, choose_term
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
     from shardscope.memory.activations.modules.saved_tensors import Modules
+    from shardscope.memory.activations.stage_activations import TransformersActivations
     from shardscope.memory.state.stages import Stage
 
 
@@ -69,7 +72,7 @@ class ActivationSizes(NamedTuple):
 def list_activation_sizes(plan: Plan, stage: Stage, modules: Modules) -> list[ActivationSizes]:
     """Return the sizes of ``stage``: with a sliding window and without, if layers differ in that."""
     windows = list_windows(plan.architecture, modules)
-    return [_compute_sizes(plan, stage, modules._replace(windowed=windowed)) for windowed in windows]
+    return [_compute_sizes(plan, stage, modules.with_window(windowed)) for windowed in windows]
 
 
 def _compute_sizes(plan: Plan, stage: Stage, modules: Modules) -> ActivationSizes:
@@ -142,3 +145,41 @@ def _compute_attention_bytes(arch: Architecture, modules: Modules, tp: int) -> i
     """Return the bytes per token saved by attention and by the norms before it, half of a layer's norms."""
     layer = compute_layer_activations(arch, arch.num_moe_layers > 0, modules, "none", tp, 1)
     return layer.attention + layer.norms // 2
+
+
+def find_logits(step: TransformersActivations) -> tuple[Term, Term]:
+    """Return the logits and loss at the end of forward, and at the start of backward. Bytes.
+
+    AutoTP follows transformers' tensor-parallel plan: an untied head's logits are all-gathered, so that every
+    rank has the whole vocabulary; a tied head stays sharded, and DeepSpeed's own loss uses sharded logits
+    (``deepspeed/sequence/cross_entropy.py``, ``_VocabParallelCrossEntropy``).
+    """
+    plan, arch = step.plan, step.plan.architecture
+    replicated = compute_logits_terms(
+        plan, step.modules, step.tokens, step.stage.is_last, vocab=arch.vocab_size
+    )
+    if not shards_tied_head(arch) or resolve_loss(plan) != "full":
+        return replicated
+    tp, width = plan.degrees.tp, step.modules.compute
+    vocab = ceil_div(arch.vocab_size, tp)
+    # With several sequences, dropping each one's last logits makes a copy.
+    shifted = where(plan.recipe.micro_batch_size > 1, width, 0)
+    fp32_copy, gradient_cast = (FP32, width) if width < FP32 else (0, 0)
+    # Forward: the fp32 copy, the logits minus their maximum and their exponential. Backward: the softmax, its
+    # gradient and the gradient's cast.
+    forward = width + shifted + fp32_copy + 2 * FP32
+    backward = 2 * FP32 + gradient_cast + shifted
+
+    def compute_sharded(bytes_per_logit: int) -> Term:
+        return Term(
+            step.stage.is_last * step.tokens * vocab * bytes_per_logit,
+            lambda: (
+                f"{format_count(step.tokens, 'token')} × {vocab:,} of the vocabulary × {bytes_per_logit} "
+                "bytes · DeepSpeed's vocabulary-parallel cross entropy"
+            ),
+        )
+
+    at_end, at_start = replicated
+    return choose_term(tp > 1, compute_sharded(forward), at_end), choose_term(
+        tp > 1, compute_sharded(backward), at_start
+    )

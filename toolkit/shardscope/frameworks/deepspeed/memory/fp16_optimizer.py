@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import all_true
 from shardscope.core.precision import FP32
-from shardscope.frameworks.deepspeed.memory.activation_sizes import list_activation_sizes
+from shardscope.frameworks.deepspeed.memory.activation_sizes import find_logits, list_activation_sizes
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import find_largest_copy
 from shardscope.frameworks.deepspeed.memory.peaks import find_backward_peaks
 from shardscope.frameworks.deepspeed.memory.phases import ZeroBuffers
@@ -38,10 +38,13 @@ def count_all_reduce_copy(
     return find_largest_copy([(size, 1) for size in sizes], max_elements, cast_width)
 
 
-def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts) -> TrainingState:
-    """Return the state of stage 0: ``FP16_Optimizer``, also for bf16, or the optimizer itself for fp32."""
+def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts, in_pipeline: int) -> TrainingState:
+    """Return the state of stage 0: ``FP16_Optimizer``, also for bf16, or the optimizer itself for fp32.
+
+    ``in_pipeline``: bytes of the pipeline's buffers during backward.
+    """
     if all_true(plan.degrees.pp > 1) and plan.recipe.precision.startswith("bf16"):
-        return _compute_bf16_optimizer_state(plan, stage, rank)
+        return _compute_bf16_optimizer_state(plan, stage, rank, in_pipeline)
     half, counts, name = rank.half, rank.counts, plan.recipe.optimizer
     # Weights, gradients and moments are full on every rank.
     trained = counts.trained
@@ -60,13 +63,16 @@ def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
         # FP16_UnfusedOptimizer allocates zero gradients of both types.
         first_step = (FP32 if is_fused else FP32 + half) * trained + one_tensor
         source = "FP16_Optimizer's fp32 main copies and optimizer state, for bf16 too"
-    buffers = ZeroBuffers(gradients_at_loss=rank.accumulates * gradients, trains_all=rank.trains_all)
+    buffers = ZeroBuffers(
+        gradients_at_loss=rank.accumulates * gradients, trains_all=rank.trains_all, in_pipeline=in_pipeline
+    )
     return TrainingState(
         parameters=rank.add_frozen(half * trained, lambda: f"{trained:,} on every rank × {half} bytes"),
         gradients=Term(gradients, lambda: f"{trained:,} on every rank × {half} bytes of gradients"),
         optimizer=Term(optimizer, lambda: f"{trained:,} on every rank · {source} ({name})"),
         gather_forward=NOT_PARTITIONED,
         group_sizes=rank.group_sizes,
+        find_logits=find_logits,
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, list_activation_sizes(plan, stage, backward.modules), buffers
         ),
@@ -87,7 +93,9 @@ def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts) -> Trainin
     )
 
 
-def _compute_bf16_optimizer_state(plan: Plan, stage: Stage, rank: RankCounts) -> TrainingState:
+def _compute_bf16_optimizer_state(
+    plan: Plan, stage: Stage, rank: RankCounts, in_pipeline: int
+) -> TrainingState:
     """Return the state of stage 0 in bf16 with pp > 1: ``BF16_Optimizer``, partitioned like stage 1.
 
     Main copies and moments are partitioned. Gradients exist twice: each micro-batch's, and their sum in a
@@ -102,6 +110,7 @@ def _compute_bf16_optimizer_state(plan: Plan, stage: Stage, rank: RankCounts) ->
         earlier_gradients=sums,
         gradients_at_loss=sums + rank.accumulates * micro_batch,
         trains_all=rank.trains_all,
+        in_pipeline=in_pipeline,
     )
     flat = f"in the flat buffer, padded to 2 × ranks, × {half} bytes"
 
@@ -128,6 +137,7 @@ def _compute_bf16_optimizer_state(plan: Plan, stage: Stage, rank: RankCounts) ->
         ),
         gather_forward=NOT_PARTITIONED,
         group_sizes=rank.group_sizes,
+        find_logits=find_logits,
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, list_activation_sizes(plan, stage, backward.modules), buffers
         ),

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import any_true, is_array, maximum, minimum, pick_largest_row, where
-from shardscope.frameworks.deepspeed.memory.phases import PhaseElements, ZeroBuffers
+from shardscope.frameworks.deepspeed.memory.phases import PhaseElements, ZeroBuffers, list_layer_elements
+from shardscope.frameworks.deepspeed.memory.pipeline import explain_buffers
 from shardscope.memory.activations.largest_layer import LargestLayer, list_candidate_depths
 from shardscope.memory.report import Phase, Term, sum_parts
 from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
@@ -21,7 +22,6 @@ from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 if TYPE_CHECKING:
     from shardscope.frameworks.deepspeed.memory.activation_sizes import ActivationSizes
     from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, LayerPhases
-    from shardscope.memory.activations.layer_order import LayerKind
     from shardscope.memory.activations.stage_activations import StageBackward
 
 
@@ -61,30 +61,6 @@ def find_backward_peaks(
     for other in others:
         peaks += other.find_in_layers()
     return peaks
-
-
-def _list_layer_elements(phases: LayerPhases, kind: LayerKind, down_projection: int) -> list[PhaseElements]:
-    """Return ZeRO's elements at each of the kind's peak candidates, from the end of the layer to its start.
-
-    ``down_projection``: elements freed after the down projection's gradient. After the feed-forward these are
-    the norm after attention, attention's output projection, its core, its query norm, its input projections,
-    and the layer's first norm.
-    """
-    attention = [phases.attention_output, phases.attention_output, phases.before_attention]
-    attention += [phases.attention_output, phases.peak, phases.next_layer]
-    matrices = phases.feed_forward
-    if not kind.moe:
-        first, second = matrices[0], matrices[min(1, len(matrices) - 1)]
-        # A plain feed-forward and a gated one have equally many candidates.
-        copied = PhaseElements(maximum(0, first.staging - down_projection), first.gradients)
-        feed_forward = [phases.first_gradient, first, copied, second]
-        # A norm after the feed-forward comes first.
-        norms = [phases.first_gradient] * (len(kind.backward) - len(feed_forward) - len(attention))
-        return [*norms, *feed_forward, *attention]
-    # Shared experts, if any, the weighting of rows, the down projection, the product, the up projection.
-    experts = [phases.first_gradient, matrices[0], phases.first_gradient, phases.last_feed_forward]
-    num_shared = len(kind.backward) - len(experts) - len(attention)
-    return [phases.first_gradient] * num_shared + experts + attention
 
 
 class _LayerPoint(NamedTuple):
@@ -163,11 +139,12 @@ class _BackwardPeaks:
     ) -> PeakCandidate:
         """Return a candidate; ``bucket``: the bytes allocated for it by then, all unless given."""
         bucket_bytes = self.buffers.bucket if bucket is None else bucket
+        staging, gradients = elements
         return PeakCandidate(
             fraction,
             sum(activations),
-            bucket_bytes + self.half * elements.staging,
-            self.buffers.earlier_gradients + self.half * elements.gradients,
+            self.buffers.in_pipeline + bucket_bytes + self.half * staging,
+            self.buffers.earlier_gradients + self.half * gradients,
             partial(self._explain_candidate, activations, explanations, elements, bucket_bytes),
             logits,
             phase,
@@ -190,8 +167,19 @@ class _BackwardPeaks:
                 *zip(activations, explanations, strict=True),
                 source=self.backward.explain_layers if has_saved else None,
             ),
-            sum_parts((bucket_bytes, "bucket (reduce_bucket_size)"), (half * elements.staging, staged)),
+            self._add_pipeline(
+                sum_parts((bucket_bytes, "bucket (reduce_bucket_size)"), (half * elements.staging, staged))
+            ),
             sum_parts((earlier, "of earlier micro-batches"), (half * elements.gradients, reduced)),
+        )
+
+    def _add_pipeline(self, staging: Term) -> Term:
+        """Return the term of buckets and staging with the pipeline's buffers, if there are any."""
+        num_bytes = self.buffers.in_pipeline
+        if not num_bytes:
+            return staging
+        return Term(
+            staging.num_bytes + num_bytes, lambda: f"{staging.explain()} + {explain_buffers(num_bytes)}"
         )
 
     def _find_head_peaks(self) -> list[PeakCandidate]:
@@ -204,7 +192,9 @@ class _BackwardPeaks:
         def explain_loss() -> PeakTerms:
             return PeakTerms(
                 sum_parts(*zip(self.saved, _SAVED, strict=True), source=self.backward.explain_layers),
-                self._explain_elements(buffers.after_forward, "all-gathered, or the bucket"),
+                self._add_pipeline(
+                    self._explain_elements(buffers.after_forward, "all-gathered, or the bucket")
+                ),
                 self._explain_elements(buffers.gradients_at_loss, "of earlier micro-batches"),
             )
 
@@ -215,7 +205,7 @@ class _BackwardPeaks:
             PeakCandidate(
                 0.34,
                 sum(self.saved),
-                buffers.after_forward,
+                buffers.in_pipeline + buffers.after_forward,
                 buffers.gradients_at_loss,
                 explain_loss,
                 self.backward.logits,
@@ -253,7 +243,7 @@ class _BackwardPeaks:
         last_index = self.sizes.num_layers - 1
         first_phases, second_phases, last_phases, largest_phases, unwindowed_phases = self.counts.layers
         largest = self.counts.layers_before_largest
-        order = self.backward.find_layer_order()
+        order = self.backward.layer_order
         chosen: list[tuple[bool, int, LayerPhases]] = []
         for kind in order.kinds:
             exists = kind.num_layers > 0
@@ -323,7 +313,11 @@ class _BackwardPeaks:
 
     def _find_recomputation_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
         """Return the candidates at the maximum of the layer's recomputation, one for each kind of layer."""
-        index, order = self.sizes.num_layers - 1 - point.num_passed, self.backward.find_layer_order()
+        order = self.backward.layer_order
+        kinds = [kind for kind in order.kinds if any_true(kind.recomputation)]
+        if not kinds:
+            return []
+        index = self.sizes.num_layers - 1 - point.num_passed
         unsaved = (index == 0) * self.sizes.unsaved
         bucket = self._find_bucket_bytes(point.num_passed, has_gradient=False)
         return [
@@ -334,8 +328,7 @@ class _BackwardPeaks:
                 point.phases.first_gradient,
                 bucket,
             )
-            for kind in order.kinds
-            if any_true(kind.recomputation)
+            for kind in kinds
         ]
 
     def _find_feed_forward_peaks(self, point: _LayerPoint) -> list[PeakCandidate]:
@@ -412,7 +405,7 @@ class _BackwardPeaks:
 
     def _find_layer_at(self, fullest: LargestLayer, index: int) -> tuple[LargestLayer, int]:
         """Return the layer at ``index`` if only some are recomputed, and the bytes saved up to and by it."""
-        order = self.backward.find_layer_order()
+        order = self.backward.layer_order
         before, with_it = (order.sum_before(end, lambda kind: kind.saved) for end in (index, index + 1))
         outside = self.backward.saved_by_layers - order.sum_before(order.num_layers, lambda kind: kind.saved)
         change = 0
@@ -436,7 +429,7 @@ class _BackwardPeaks:
         Each is ((bytes of the layers before, bytes in the layer), ZeRO's elements). The phases are those of
         the layer's backward in ``memory/activations``.
         """
-        order = self.backward.find_layer_order()
+        order = self.backward.layer_order
         outside = self.backward.saved_by_layers - order.sum_before(order.num_layers, lambda kind: kind.saved)
         before = maximum(0, outside + order.sum_before(index, lambda kind: kind.saved))
         fetches: list[tuple[tuple[int, int], PhaseElements]] = []
@@ -448,7 +441,7 @@ class _BackwardPeaks:
             # Its gradient is copied by then, and stage 3 has released the all-gathered matrix.
             copies = self.buffers.trains_all + self.buffers.gathers_in_forward
             down_projection = copies * self.sizes.down_projection
-            all_elements = _list_layer_elements(phases, kind, down_projection)
+            all_elements = list_layer_elements(phases, kind, down_projection)
             for peak, elements in zip(kind.backward, all_elements, strict=True):
                 # A phase cannot free more than is left: with short sequences over many ranks its bytes are 0.
                 in_layer = maximum(where(is_kind, peak.activations, -before), -before)
@@ -478,7 +471,7 @@ class _BackwardPeaks:
                 self.permanent_bucket,
                 phase="forward",
             )
-            for layer in self.backward.find_layer_order().find_last_layers(self.backward.saved_by_layers)
+            for layer in self.backward.layer_order.find_last_layers(self.backward.saved_by_layers)
         ]
 
     def _find_forward_peak(self) -> PeakCandidate:
@@ -494,7 +487,7 @@ class _BackwardPeaks:
         explanations: tuple[str, ...] = _IN_FORWARD
         if self.sizes.fetches_one_by_one and self.sizes.interval == 1:
             # Nothing is saved, so that what is in use inside of a layer counts.
-            kinds = self.backward.find_layer_order().kinds
+            kinds = self.backward.layer_order.kinds
             activations += (maximum(*(where(kind.num_layers > 0, kind.forward, 0) for kind in kinds)),)
             explanations = (*explanations, "in use inside one layer")
         # Stages 1 and 2 allocate the bucket in backward.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.core.ops import maximum
+
+if TYPE_CHECKING:
+    from shardscope.frameworks.deepspeed.memory.element_counts import LayerPhases
+    from shardscope.memory.activations.layer_order import LayerKind
 
 
 class PhaseElements(NamedTuple):
@@ -58,3 +64,29 @@ class ZeroBuffers(NamedTuple):
     """All gradients during the loss's backward."""
     gathers_in_forward: bool = False
     """Whether parameters are all-gathered in forward too."""
+    in_pipeline: int = 0
+    """Buffers and tensors of a pipeline stage during backward (``pipeline.py``)."""
+
+
+def list_layer_elements(phases: LayerPhases, kind: LayerKind, down_projection: int) -> list[PhaseElements]:
+    """Return ZeRO's elements at each of the kind's peak candidates, from the end of the layer to its start.
+
+    ``down_projection``: elements freed after the down projection's gradient. After the feed-forward these are
+    the norm after attention, attention's output projection, its core, its query norm, its input projections,
+    and the layer's first norm.
+    """
+    attention = [phases.attention_output, phases.attention_output, phases.before_attention]
+    attention += [phases.attention_output, phases.peak, phases.next_layer]
+    matrices = phases.feed_forward
+    if not kind.moe:
+        first, second = matrices[0], matrices[min(1, len(matrices) - 1)]
+        # A plain feed-forward and a gated one have equally many candidates.
+        copied = PhaseElements(maximum(0, first.staging - down_projection), first.gradients)
+        feed_forward = [phases.first_gradient, first, copied, second]
+        # A norm after the feed-forward comes first.
+        norms = [phases.first_gradient] * (len(kind.backward) - len(feed_forward) - len(attention))
+        return [*norms, *feed_forward, *attention]
+    # Shared experts, if any, the weighting of rows, the down projection, the product, the up projection.
+    experts = [phases.first_gradient, matrices[0], phases.first_gradient, phases.last_feed_forward]
+    num_shared = len(kind.backward) - len(experts) - len(attention)
+    return [phases.first_gradient] * num_shared + experts + attention

@@ -15,8 +15,8 @@ import numpy as np
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, maximum, minimum, where
 from shardscope.core.precision import FP32, widths
-from shardscope.frameworks.deepspeed.layout import get_cast_width, get_layout, get_reduction_width
-from shardscope.frameworks.deepspeed.memory.activation_sizes import list_activation_sizes
+from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.memory.activation_sizes import find_logits, list_activation_sizes
 from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
@@ -54,8 +54,11 @@ NOT_PARTITIONED = zero_term("parameters are not partitioned, so nothing is all-g
 # ---- Training state
 
 
-def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> TrainingState:
-    """Return the state of stages 1 and 2: flat buffers of weights, each rank updating its partition."""
+def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts, in_pipeline: int) -> TrainingState:
+    """Return the state of stages 1 and 2: flat buffers of weights, each rank updating its partition.
+
+    ``in_pipeline``: bytes of the pipeline's buffers during backward.
+    """
     layout, recipe = get_layout(plan), plan.recipe
     half, counts = rank.half, rank.counts
     # fp32 main copies and moments of this rank's partition (single_partition_of_fp32_groups).
@@ -83,6 +86,7 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
         # Stage 2 accumulates only its own partition's gradients of earlier micro-batches.
         earlier_gradients=where(reduces_late, 0, half * counts.own_gradients * rank.accumulates),
         gradients_at_loss=half * gradients * rank.accumulates,
+        in_pipeline=in_pipeline,
     )
     return TrainingState(
         parameters=rank.add_frozen(
@@ -114,6 +118,7 @@ def compute_stage_1_or_2_state(plan: Plan, stage: Stage, rank: RankCounts) -> Tr
             NOT_PARTITIONED,
         ),
         group_sizes=rank.group_sizes,
+        find_logits=find_logits,
         find_backward_peaks=lambda backward: find_backward_peaks(
             counts, backward, half, list_activation_sizes(plan, stage, backward.modules), buffers
         ),
@@ -188,22 +193,6 @@ def count_bucket_elements(plan: Plan, counts: ElementCounts) -> int:
     if not is_contiguous(layout):
         return minimum(counts.trained, layout.reduce_bucket_size)
     return layout.reduce_bucket_size * (2 if layout.overlap_comm else 1)
-
-
-def compute_pipeline_reduction_bytes(plan: Plan, rank: RankCounts) -> int:
-    """Return the bytes of buckets and copies while a pipeline stage reduces its gradients, in stage 1.
-
-    With contiguous gradients there is a second bucket besides backward's, in the reduction type
-    (``reduce_gradients``).
-    """
-    layout = get_layout(plan)
-    bucket = count_bucket_elements(plan, rank.counts)
-    if is_contiguous(layout):
-        buckets = (rank.half + get_reduction_width(layout, plan.recipe)) * bucket
-        copies = rank.half * rank.counts.final_reduction[1].staging
-        return (layout.stage == 1) * (buckets + copies)
-    # A flattened copy, and its cast.
-    return (layout.stage == 1) * rank.half * (1 + get_cast_width(layout, plan.recipe)) * bucket
 
 
 def compute_flattening_bytes(half: int, partition: int, largest_slice: int) -> int:

@@ -10,11 +10,21 @@ type (``_init_mp_dtypes``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.core.ops import all_true, any_true, ceil_div, group_equal, map_distinct, minimum, where
+from shardscope.core.ops import (
+    all_true,
+    any_true,
+    cache_by_numbers,
+    ceil_div,
+    group_equal,
+    is_array,
+    map_distinct,
+    minimum,
+    where,
+)
 from shardscope.core.precision import widths
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.frameworks.fsdp2.layout import get_layout
@@ -51,8 +61,28 @@ class GroupBuffers(NamedTuple):
 _NO_GROUP = GroupBuffers(0, 0, 0, 0, 0, 0, 0)
 
 
-class StageGroups(NamedTuple):
-    """Buffer sizes of all groups of one pipeline stage, in bytes."""
+class LayerSums(NamedTuple):
+    """Sums of :class:`GroupBuffers` over several layers, in bytes."""
+
+    parameters: int
+    kept_after_forward: int
+    gradient_shard: int
+    unsharded_gradient: int
+
+
+class LayerGroups(NamedTuple):
+    """Groups around one layer: its own, that of the layer before it, and sums. Bytes."""
+
+    own: GroupBuffers
+    previous: GroupBuffers
+    """Group of the layer before it in the model; zeros for the first layer."""
+    before: LayerSums
+    """Sums over all layers before it."""
+
+
+@dataclass(eq=False)
+class StageGroups:
+    """Buffer sizes of all groups of one pipeline stage, in bytes; never changed, since plans share it."""
 
     dense: GroupBuffers
     """Group of a layer without routed experts."""
@@ -60,6 +90,7 @@ class StageGroups(NamedTuple):
     """Group of a layer with routed experts."""
     first_with_experts: int
     """Position of the first layer with routed experts."""
+    num_layers: int
     root: int
     """Embedding, final norm and head, all-gathered from forward to the end of backward."""
     root_all_gather_output: int
@@ -76,7 +107,29 @@ class StageGroups(NamedTuple):
     """Input of the previous micro-batch's last reduce-scatter, alive until the next reduce-scatter: the
     root's, or the first layer's if the root is frozen."""
 
-    def get_group(self, position: int) -> GroupBuffers:
+    def __post_init__(self) -> None:
+        self._layers: dict[int, LayerGroups] = {}
+        self.all_layers = self._sum_before(self.num_layers)
+        """Sums over all layers."""
+        self.first = self._get_group(0)
+        """Group of the first layer."""
+        self.last = self._get_group(self.num_layers - 1)
+        """Group of the last layer."""
+
+    def get_layer(self, position: int) -> LayerGroups:
+        """Return the groups around the layer at ``position``."""
+        # Cached on this object, which frees the columns of a search with it; a column has no cache.
+        is_one = not is_array(position)
+        layer = self._layers.get(position) if is_one else None
+        if layer is None:
+            layer = LayerGroups(
+                self._get_group(position), self._get_group(position - 1), self._sum_before(position)
+            )
+            if is_one:
+                self._layers[position] = layer
+        return layer
+
+    def _get_group(self, position: int) -> GroupBuffers:
         """Return the group of the layer at ``position``; all zeros for a position below 0."""
         if self.experts is _NO_GROUP:
             exists, group = (position >= 0) & (position < self.first_with_experts), self.dense
@@ -91,26 +144,82 @@ class StageGroups(NamedTuple):
         # Every entry is computed, and zeroed where there is no such layer.
         return GroupBuffers(*(exists * field for field in group))
 
-    def sum_before(self, position: int, get_bytes: Callable[[GroupBuffers], int]) -> int:
-        """Return the sum of ``get_bytes`` over the groups of all layers before ``position``."""
-        if self.experts is _NO_GROUP:
-            return position * get_bytes(self.dense)
+    def _sum_before(self, position: int) -> LayerSums:
+        """Return the sums over the groups of all layers before ``position``."""
         # Layers without routed experts come first, as in activations/stage_activations.py.
-        dense = minimum(position, self.first_with_experts)
-        return dense * get_bytes(self.dense) + (position - dense) * get_bytes(self.experts)
+        dense = position if self.experts is _NO_GROUP else minimum(position, self.first_with_experts)
+        one, other, rest = self.dense, self.experts, position - dense
+        return LayerSums(
+            dense * one.parameters + rest * other.parameters,
+            dense * one.kept_after_forward + rest * other.kept_after_forward,
+            dense * one.gradient_shard + rest * other.gradient_shard,
+            dense * one.unsharded_gradient + rest * other.unsharded_gradient,
+        )
+
+
+class _GroupOptions(NamedTuple):
+    """Options that the buffers of a layer's group depend on besides the degrees."""
+
+    arch: Architecture
+    precision: str
+    base_quantization: str | None
+    adapter_recipe: Recipe | None
+    """The recipe, if it has adapters."""
+    reshard_after_forward: bool | int
+    offload: str | None
 
 
 def compute_groups(plan: Plan, stage: Stage) -> StageGroups:
     """Return the buffer sizes of all groups of ``stage``."""
-    width = widths[plan.recipe.precision]
-    ranks = group_equal(plan.degrees.shard * plan.degrees.cp)
-    trains_root = not plan.recipe.has_adapters
+    layout, degrees, recipe = get_layout(plan), plan.degrees, plan.recipe
+    options = _GroupOptions(
+        plan.architecture,
+        recipe.precision,
+        recipe.base_quantization,
+        recipe if recipe.has_adapters else None,
+        layout.reshard_after_forward,
+        layout.offload,
+    )
+    # Lengths of sequences and sizes of micro-batches change nothing, so that many plans share the result.
+    return _compute_stage_groups(
+        options,
+        degrees.tp,
+        degrees.ep,
+        group_equal(degrees.shard * degrees.cp),
+        # A pipeline reduces once, after all micro-batches.
+        (plan.num_micro_batches > 1) & (degrees.pp == 1),
+        stage.is_first,
+        stage.num_layers,
+        stage.num_moe_layers,
+        stage.head,
+        stage.edges,
+        stage.edge_shard,
+    )
+
+
+@cache_by_numbers
+def _compute_stage_groups(
+    options: _GroupOptions,
+    tp: int,
+    ep: int,
+    ranks: int,
+    reduces_each: bool,
+    is_first: bool,
+    num_layers: int,
+    num_moe_layers: int,
+    head: int,
+    edges: int,
+    edge_shard: int,
+) -> StageGroups:
+    """Return the groups of a stage; ``reduces_each``: whether each of several micro-batches reduces."""
+    arch, width = options.arch, widths[options.precision]
+    trains_root = options.adapter_recipe is None
     # Shards are padded, so the whole is the ranks' number of shards, a little more than the weights.
-    root = width.compute * ranks * stage.edge_shard
+    root = width.compute * ranks * edge_shard
     # Gradients are cast to the reduction type when they are copied into this.
-    root_reduce_scatter_input = trains_root * width.reduce * ranks * stage.edge_shard
-    dense, experts = _compute_group(plan, False, ranks), _compute_group(plan, True, ranks)
-    first_with_experts = stage.num_layers - stage.num_moe_layers
+    root_reduce_scatter_input = trains_root * width.reduce * ranks * edge_shard
+    dense, experts = (_compute_group(options, moe, tp, ep, ranks) for moe in (False, True))
+    first_with_experts = num_layers - num_moe_layers
     # Groups without trained parameters have no reduce-scatter: under adapters the root has none, and the last
     # one of a backward is the first layer's.
     last_reduce_scatter_input = root_reduce_scatter_input
@@ -119,61 +228,57 @@ def compute_groups(plan: Plan, stage: Stage) -> StageGroups:
             first_with_experts > 0, dense.reduce_scatter_input, experts.reduce_scatter_input
         )
     # Unsharded over tp, which is why it is not computed from the stage's weights on one rank.
-    embedding_numel = plan.architecture.vocab_size * plan.architecture.hidden_size
+    embedding_numel = arch.vocab_size * arch.hidden_size
     return StageGroups(
         dense=dense,
         experts=experts,
         first_with_experts=first_with_experts,
+        num_layers=num_layers,
         root=root,
         root_all_gather_output=where(ranks > 1, root, 0),
-        head_gradient=trains_root * width.compute * stage.head,
-        root_gradient=trains_root * width.compute * stage.edges,
+        head_gradient=trains_root * width.compute * head,
+        root_gradient=trains_root * width.compute * edges,
         root_reduce_scatter_input=root_reduce_scatter_input,
-        root_gradient_shard=trains_root * width.original * stage.edge_shard,
-        embedding_gradient=(plan.degrees.tp > 1) * stage.is_first * (width.compute * embedding_numel),
-        # A pipeline reduces once, after all micro-batches.
-        previous_reduce_scatter_input=where(
-            (plan.num_micro_batches > 1) & (plan.degrees.pp == 1), last_reduce_scatter_input, 0
-        ),
+        root_gradient_shard=trains_root * width.original * edge_shard,
+        embedding_gradient=(tp > 1) * is_first * (width.compute * embedding_numel),
+        previous_reduce_scatter_input=where(reduces_each, last_reduce_scatter_input, 0),
     )
 
 
-def _compute_group(plan: Plan, moe: bool, ranks: int) -> GroupBuffers:
+def _compute_group(options: _GroupOptions, moe: bool, tp: int, ep: int, ranks: int) -> GroupBuffers:
     """Return the buffers of one layer's group, dense or with routed experts; zeros if the model has none."""
-    layout, arch, degrees, recipe = get_layout(plan), plan.architecture, plan.degrees, plan.recipe
+    arch, recipe = options.arch, options.adapter_recipe
     if arch.num_moe_layers == (0 if moe else arch.num_hidden_layers):
         return _NO_GROUP
-    width = widths[recipe.precision]
+    width = widths[options.precision]
 
     # Elements of the layer on one rank: padded shards, and unsharded ones that get gradients.
-    shard = map_distinct(partial(count_layer_shard, arch, moe), degrees.tp, degrees.ep, ranks)
+    shard = map_distinct(partial(count_layer_shard, arch, moe), tp, ep, ranks)
     base = shard.dense_padded + shard.experts_padded
-    trained_unsharded = shard.dense + shard.experts
-    if recipe.base_quantization is not None:
+    adapters, trained_unsharded = 0, shard.dense + shard.experts
+    if options.base_quantization is not None:
         # Elements of the storage type, each of which packs several 4-bit weights.
         base = base - map_distinct(partial(count_saved_elements, arch, moe, width.compute), ranks)
-    adapters = 0
-    if recipe.has_adapters:
+    if recipe is not None:
         adapters_on_shard = map_distinct(partial(count_layer_adapters, arch, recipe, moe), ranks)[1]
-        adapters = ceil_div(adapters_on_shard, degrees.tp)
-        trained_unsharded = ceil_div(count_layer_adapters(arch, recipe, moe)[0], degrees.tp)
-    trained = adapters if recipe.has_adapters else base
+        adapters = ceil_div(adapters_on_shard, tp)
+        trained_unsharded = ceil_div(count_layer_adapters(arch, recipe, moe)[0], tp)
+    trained = base if recipe is None else adapters
     parameters = width.compute * ranks * (base + adapters)
 
     # An all-gather's input is a copy only if it is cast, or comes from the host.
     is_cast = width.compute != width.original
     all_gather_input = is_cast * width.compute * trained
-    if layout.offload == "cpu":
+    if options.offload == "cpu":
         all_gather_input = width.compute * (base + adapters)
     # A group of one rank has no all-gather: wait_for_unshard casts and copies tensor by tensor.
     casts_on_one_rank = 0
     if is_cast and any_true(ranks == 1):
-        adapter_recipe = recipe if recipe.has_adapters else None
-        count_casts = partial(_count_cast_elements, arch, adapter_recipe, moe)
-        casts_on_one_rank = width.compute * map_distinct(count_casts, degrees.tp, degrees.ep)
+        count_casts = partial(_count_cast_elements, arch, recipe, moe)
+        casts_on_one_rank = width.compute * map_distinct(count_casts, tp, ep)
 
     # reshard_after_forward: True frees all, False nothing, a number keeps 1/number of the parameters.
-    reshard = layout.reshard_after_forward
+    reshard = options.reshard_after_forward
     kept_after_forward = 0
     if reshard is False:
         kept_after_forward = parameters

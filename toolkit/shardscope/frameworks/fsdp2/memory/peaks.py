@@ -48,10 +48,9 @@ def compute_gathered_at_loss(
     # post-forward does (torch 2.13, _fsdp_state.py, _post_forward). The model computes its loss inside of the
     # root, before that; a pipeline schedule computes it outside, after that.
     loss_is_in_root = plan.degrees.pp == 1
-    last_layer = groups.get_group(stage.num_layers - 1)
-    last_output = loss_is_in_root * last_layer.all_gather_output
+    last_output = loss_is_in_root * groups.last.all_gather_output
     # Parameters that reshard_after_forward leaves all-gathered: of all layers, for all had their forward.
-    kept_parameters = groups.sum_before(stage.num_layers, lambda group: group.kept_after_forward)
+    kept_parameters = groups.all_layers.kept_after_forward
     # No layer of this micro-batch has reduced yet: the last reduce-scatter is the previous micro-batch's.
     previous_input = groups.previous_reduce_scatter_input
 
@@ -97,9 +96,8 @@ class StepPeaks:
         self.received, self.sent, self.unreduced = 0, 0, 0
         """Receive buffers, sent hidden states and unreduced gradients of a pipeline; 0 without stages."""
         # Sums over all layers of the stage, the root group excluded.
-        self.all_shards = groups.sum_before(stage.num_layers, lambda group: group.gradient_shard)
-        self.all_kept_parameters = groups.sum_before(stage.num_layers, lambda group: group.kept_after_forward)
-        self.no_gradients = self._sum_reduced(self.all_shards)
+        self.all_layers = groups.all_layers
+        self.no_gradients = self._sum_reduced(self.all_layers.gradient_shard)
 
     def list_candidates(self) -> list[PeakCandidate]:
         """Return the candidates.
@@ -107,7 +105,7 @@ class StepPeaks:
         They cover the layers in forward, the loss, the final norm, the layers in backward, the embedding and
         the reduce-scatters.
         """
-        order = self.backward.find_layer_order()
+        order = self.backward.layer_order
         candidates: list[PeakCandidate] = []
         # Saved tensors only grow in forward, so the last layer of each kind has that kind's maximum.
         for layer in order.find_last_layers(self.backward.saved_by_layers):
@@ -135,7 +133,7 @@ class StepPeaks:
         ``unreduced_shards`` is the size of the gradient shards of the layers that are not reduced yet.
         """
         # Offloaded gradients (trained == 0) are on the host as soon as they are reduced.
-        reduced = (self.trained > 0) * (self.all_shards - unreduced_shards)
+        reduced = (self.trained > 0) * (self.all_layers.gradient_shard - unreduced_shards)
         # In the last of several micro-batches all gradients exist since the first one.
         return where(self.accumulates, self.trained, reduced)
 
@@ -143,7 +141,7 @@ class StepPeaks:
 
     def _build_first(self) -> PeakCandidate:
         """Return the candidate at the first layer's all-gather, where the root's output is not freed yet."""
-        groups, first = self.groups, self.groups.get_group(0)
+        groups, first = self.groups, self.groups.first
         # In the order of explanations.FIRST_ALL_GATHER.gathered, as in all candidates below.
         gathered = (
             groups.root,
@@ -162,13 +160,13 @@ class StepPeaks:
     def _list_in_forward(self, layer: StageLayer) -> list[PeakCandidate]:
         """Return the candidates of one layer's forward: during its all-gather and during its compute."""
         groups, position = self.groups, layer.position
-        group, previous = groups.get_group(position), groups.get_group(position - 1)
+        group, previous, before = groups.get_layer(position)
         fraction = 0.02 + 0.3 * (position + 1) / self.stage.num_layers
         gathered = (
             groups.root,
             0,
             self.received,
-            groups.sum_before(position, lambda group: group.kept_after_forward),
+            before.kept_after_forward,
             groups.previous_reduce_scatter_input,
             group.parameters,
             group.all_gather_output,
@@ -202,7 +200,13 @@ class StepPeaks:
         """Return the candidates in the backward of the loss and of the final norm."""
         backward, groups = self.backward, self.groups
         saved = (backward.saved_by_layers, backward.saved_by_head, backward.weight_casts, 0)
-        gathered = (groups.root, 0, 0, self.all_kept_parameters, groups.previous_reduce_scatter_input)
+        gathered = (
+            groups.root,
+            0,
+            0,
+            self.all_layers.kept_after_forward,
+            groups.previous_reduce_scatter_input,
+        )
         # The root's pre_backward, before the loss's backward, has started the last layer's all-gather.
         prefetched = self._get_last_output()
         in_norm = (*saved, backward.in_final_norm, self.tied_head_gradient)
@@ -228,7 +232,7 @@ class StepPeaks:
         """Return the output of the last layer's all-gather; 0 if the layer is all-gathered anyway."""
         if self.keeps_all_gathered:
             return 0
-        return self.groups.get_group(self.stage.num_layers - 1).all_gather_output
+        return self.groups.last.all_gather_output
 
     # ---- Layers in backward ----
 
@@ -242,16 +246,15 @@ class StepPeaks:
         """
         groups, backward, position = self.groups, self.backward, layer.position
         num_layers = self.stage.num_layers
-        group, next_group = groups.get_group(position), groups.get_group(position - 1)
+        group, next_group, before = groups.get_layer(position)
         fraction = 0.36 + 0.6 * (num_layers - 1 - position) / num_layers
         saved = (layer.saved_before, self.tied_head_gradient, 0)
-        kept_parameters = groups.sum_before(position, lambda group: group.kept_after_forward)
-        around_layer = (groups.root, 0, 0, self.head_gradient, kept_parameters, 0)
+        around_layer = (groups.root, 0, 0, self.head_gradient, before.kept_after_forward, 0)
         # The reduce-scatter before this layer's is that of the layer after it; before the last layer's it is
         # the previous micro-batch's.
         previous_input = where(
             position + 1 < num_layers,
-            groups.get_group(position + 1).reduce_scatter_input,
+            groups.get_layer(position + 1).own.reduce_scatter_input,
             groups.previous_reduce_scatter_input,
         )
         with_layer = (*around_layer, group.parameters, previous_input)
@@ -261,7 +264,7 @@ class StepPeaks:
         # they are copied; then, when they are freed, its input with its output. Take the larger one.
         is_reduced = where(group.gradient_shard > unsharded, 1, 0)
         output = self.allocates_output * group.gradient_shard
-        unreduced = groups.sum_before(position, lambda group: group.gradient_shard)
+        unreduced = before.gradient_shard
         before_reduction = self._sum_reduced(unreduced + group.gradient_shard)
         return [
             # At pre_backward's all-gathers.
@@ -336,7 +339,7 @@ class StepPeaks:
         all_reduced = self._sum_reduced(0)
         # Autograd sums the gradients of a tied weight's two uses, head and embedding, into a new tensor.
         activations = (backward.stream_gradient, 2 * self.tied_head_gradient, groups.embedding_gradient, 0)
-        first_input = groups.get_group(0).reduce_scatter_input
+        first_input = groups.first.reduce_scatter_input
         output = groups.root_reduce_scatter_input + self.allocates_output * groups.root_gradient_shard
         # The loop variable in foreach_reduce still references the last gradient of its list.
         last_gradient = (groups.root_all_gather_output > 0) * self.head_gradient

@@ -98,14 +98,14 @@ def compute_pipeline_buffers(plan: Plan, stage: Stage) -> PipelineBuffers:
     num_neighbours = 2 - stage.is_first - stage.is_last
     num_chunks, chunks_in_flight = count_in_flight(plan, stage.number)
     vocab = ceil_div(plan.architecture.vocab_size, degrees.tp)
-    arch, modules = plan.architecture, find_modules(plan)
-    # The loss saves its log-softmax in fp32, and the schedule keeps the logits.
-    loss = vocab * (FP32 + width.compute)
-    head = compute_final_norm_saved(arch, modules) + compute_head_input(arch, modules) + loss
     # Only GPipe has several micro-batches alive at the head: with 1F1B, interleaved or not, the chunk with
     # the head runs its backward right after its forward.
     saved_by_head = 0
     if plan.layout.runs_all_forwards_first:
+        arch, modules = plan.architecture, find_modules(plan)
+        # The loss saves its log-softmax in fp32, and the schedule keeps the logits.
+        loss = vocab * (FP32 + width.compute)
+        head = compute_final_norm_saved(arch, modules) + compute_head_input(arch, modules) + loss
         saved_by_head = is_pipelined * stage.is_last * tokens * head
     return PipelineBuffers(
         received=plan.num_micro_batches * hidden * num_neighbours,

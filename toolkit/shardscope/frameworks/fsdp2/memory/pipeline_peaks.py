@@ -13,7 +13,7 @@ from shardscope.memory.state.training_state import PeakCandidate
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.frameworks.fsdp2.memory.groups import StageGroups
+    from shardscope.frameworks.fsdp2.memory.groups import LayerGroups, StageGroups
     from shardscope.frameworks.fsdp2.memory.pipeline_buffers import PipelineBuffers
     from shardscope.memory.activations.layer_order import StageLayer
     from shardscope.memory.activations.stage_activations import StageBackward
@@ -45,12 +45,10 @@ class PipelinePeaks(StepPeaks):
         self.sent_gradient = buffers.repeats * buffers.hidden_gradient
         self.output = buffers.build_output(1)
         """The last stage's output, which the schedule keeps."""
-        self.all_parameters = groups.sum_before(stage.num_layers, lambda group: group.parameters)
-        self.all_unsharded = groups.sum_before(stage.num_layers, lambda group: group.unsharded_gradient)
 
     def list_candidates(self) -> list[PeakCandidate]:
         """Return the candidates of :class:`StepPeaks`, and those of later micro-batches and reductions."""
-        buffers, order = self.buffers, self.backward.find_layer_order()
+        buffers, order = self.buffers, self.backward.layer_order
         candidates = [
             self._build_first(),
             *self._list_loss_and_norm(),
@@ -88,28 +86,26 @@ class PipelinePeaks(StepPeaks):
         """Return 0 bytes: no gradient is reduced before the schedule has ended."""
         return 0 * unreduced_shards
 
-    def _sum_later_parameters(self, position: int) -> int:
-        """Return the all-gathered parameters of all layers after ``position``."""
-        before = self.groups.sum_before(position, lambda group: group.parameters)
-        return self.all_parameters - before - self.groups.get_group(position).parameters
+    def _sum_later_parameters(self, groups: LayerGroups) -> int:
+        """Return the all-gathered parameters of all layers after the one with ``groups``."""
+        return self.all_layers.parameters - groups.before.parameters - groups.own.parameters
 
     def _build_later_forward(self, layer: StageLayer) -> PeakCandidate:
         """Return the candidate of a forward after a backward: this and all later layers are all-gathered."""
-        groups, position = self.groups, layer.position
+        groups = self.groups.get_layer(layer.position)
         # The layers before have had this forward and are resharded as planned; those after it still have the
         # parameters of the last backward.
-        kept_parameters = groups.sum_before(position, lambda group: group.kept_after_forward)
         gathered = (
-            groups.root,
+            self.groups.root,
             self.unreduced,
             self.received,
-            kept_parameters + self._sum_later_parameters(position),
+            groups.before.kept_after_forward + self._sum_later_parameters(groups),
             0,
-            groups.get_group(position).parameters,
+            groups.own.parameters,
             0,
         )
         return self._build_candidate(
-            0.02 + 0.3 * (position + 1) / self.stage.num_layers,
+            0.02 + 0.3 * (layer.position + 1) / self.stage.num_layers,
             (layer.saved_before, self.sent + self.sent_gradient, layer.kind.forward),
             gathered,
             self.no_gradients,
@@ -123,7 +119,7 @@ class PipelinePeaks(StepPeaks):
         # This micro-batch's hidden states, too: the schedule keeps them until its backward.
         sent = self.sent + buffers.hidden + self.sent_gradient
         saved = (backward.saved_by_layers, backward.saved_by_head, backward.weight_casts, sent)
-        gathered = (self.groups.root, self.unreduced, self.received, self.all_kept_parameters, 0)
+        gathered = (self.groups.root, self.unreduced, self.received, self.all_layers.kept_after_forward, 0)
         logits = buffers.add_output(backward.logits)
         # A pipeline computes the loss outside the root module, so nothing is all-gathered for it.
         return [
@@ -145,22 +141,24 @@ class PipelinePeaks(StepPeaks):
 
         Unlike without stages, layers whose backward is done stay all-gathered and their gradients unsharded.
         """
-        groups, backward, buffers, position = self.groups, self.backward, self.buffers, layer.position
-        group, num_layers = groups.get_group(position), self.stage.num_layers
-        fraction = 0.36 + 0.6 * (num_layers - 1 - position) / num_layers
+        backward, buffers, num_layers = self.backward, self.buffers, self.stage.num_layers
+        groups = self.groups.get_layer(layer.position)
+        group, next_group, before = groups
+        fraction = 0.36 + 0.6 * (num_layers - 1 - layer.position) / num_layers
         # In the first backward, gradients of the layers whose backward is done; later, all of them.
-        unsharded_before = groups.sum_before(position, lambda group: group.unsharded_gradient)
-        new_gradients = self.all_unsharded - unsharded_before - group.unsharded_gradient
+        new_gradients = (
+            self.all_layers.unsharded_gradient - before.unsharded_gradient - group.unsharded_gradient
+        )
         around_layer = (
-            groups.root,
+            self.groups.root,
             where(buffers.repeats, buffers.all_gradients, new_gradients),
             buffers.received,
             self.adds_gradients * self.head_gradient,
-            groups.sum_before(position, lambda group: group.kept_after_forward),
-            self._sum_later_parameters(position),
+            before.kept_after_forward,
+            self._sum_later_parameters(groups),
         )
         saved = (layer.saved_before, 0, self.sent + buffers.hidden + self.sent_gradient)
-        prefetched, pending = self._compute_all_gathers(group, groups.get_group(position - 1))
+        prefetched, pending = self._compute_all_gathers(group, next_group)
         with_layer = (*around_layer, group.parameters, 0)
         layer_gradients = where(
             buffers.repeats,
@@ -206,7 +204,7 @@ class PipelinePeaks(StepPeaks):
             buffers.all_gradients,
             buffers.received,
             buffers.adds_gradients * self.head_gradient,
-            self.all_parameters,
+            self.all_layers.parameters,
             *(0, 0, 0, 0),
             self.compute * weights,
         )
@@ -225,8 +223,8 @@ class PipelinePeaks(StepPeaks):
     def _list_root(self) -> list[PeakCandidate]:
         """Return the candidates at the embedding's gradient and at the casts of the first root gradients."""
         backward, groups, buffers = self.backward, self.groups, self.buffers
-        gradients = where(buffers.repeats, buffers.all_gradients, self.all_unsharded)
-        until_end = buffers.received + gradients + self.all_parameters
+        gradients = where(buffers.repeats, buffers.all_gradients, self.all_layers.unsharded_gradient)
+        until_end = buffers.received + gradients + self.all_layers.parameters
         # The head's gradient was accumulated at the start of this backward.
         root_gradient = groups.root_gradient - (1 - self.adds_gradients) * groups.head_gradient
         other_chunks = self.saved_by_chunk * (buffers.chunks_in_flight - 1)
@@ -245,7 +243,7 @@ class PipelinePeaks(StepPeaks):
         if buffers.repeats is not True:
             # In the first backward the root's gradients are cast one after another to the reduction type
             # (to_accumulated_grad_if_needed), while all of them exist in the compute type.
-            casts = buffers.adds_gradients * (buffers.all_gradients - self.all_unsharded)
+            casts = buffers.adds_gradients * (buffers.all_gradients - self.all_layers.unsharded_gradient)
             first_casts = self._build_candidate(
                 0.972,
                 (other_chunks, sent + buffers.hidden_gradient),
@@ -267,7 +265,7 @@ class PipelinePeaks(StepPeaks):
         groups, buffers = self.groups, self.buffers
         has_shards, sent = self.trained > 0, (buffers.hidden + buffers.hidden_gradient,)
         root = (
-            self.all_parameters,
+            self.all_layers.parameters,
             buffers.all_gradients,
             groups.root_reduce_scatter_input,
             buffers.received,
@@ -282,14 +280,14 @@ class PipelinePeaks(StepPeaks):
         if not is_array(first_with_experts) and not 0 < first_with_experts <= last:
             firsts = (0,)
         for position in firsts:
-            reduced = groups.sum_before(position, lambda group: group.gradient_shard)
+            layer = groups.get_layer(position)
             gathered = (
-                self._sum_later_parameters(position),
-                self.all_unsharded - groups.sum_before(position, lambda group: group.unsharded_gradient),
-                groups.get_group(position).reduce_scatter_input,
+                self._sum_later_parameters(layer),
+                self.all_layers.unsharded_gradient - layer.before.unsharded_gradient,
+                layer.own.reduce_scatter_input,
                 buffers.received,
             )
-            gradients = has_shards * (groups.root_gradient_shard + reduced)
+            gradients = has_shards * (groups.root_gradient_shard + layer.before.gradient_shard)
             candidates.append(
                 self._build_candidate(0.976, sent, gathered, gradients, explanations.REDUCING, self.output)
             )

@@ -81,6 +81,10 @@ class Modules(NamedTuple):
     masks_documents: bool = False
     """SDPA gets an additive mask that separates packed documents: one tensor, which all layers share."""
 
+    def with_window(self, windowed: bool | None) -> Modules:
+        """Return these modules in a layer with or without a sliding window."""
+        return self if windowed is self.windowed else self._replace(windowed=windowed)
+
     @property
     def trained(self) -> bool:
         """Return whether the model's own weights get gradients."""
