@@ -363,12 +363,12 @@ def _compute_largest_sum(num_terms: int, *values: Operand) -> Column:
         for first in range(0, len(values), num_terms):
             terms = values[first : first + num_terms]
             columns = [value for value in terms if isinstance(value, Column)]
-            number = sum([value for value in terms if not isinstance(value, Column)])
+            number = sum([cast("float", value) for value in terms if not isinstance(value, Column)])
             if not columns:
                 numbers.append(number)
                 continue
             total = _fold_partials(np.add, rows, map(_Partial.from_column, columns))
-            yield _Partial(total.keys, total.values + number) if number else total
+            yield _Partial(total.keys, cast("Values", total.values + number)) if number else total
 
     largest = _fold(np.maximum, rows, compute_sums())
     return _compute_maximum(largest, *numbers)

@@ -18,7 +18,7 @@ from shardscope.frameworks.deepspeed.memory.phases import (
 
 @lru_cache(maxsize=1024)
 def keep_gradients(
-    tensors: RankTensors, tied_head: int, accumulates: bool, full_attention: int | None = None
+    tensors: RankTensors, tied_head: int, accumulates: bool, full_attention: int | None
 ) -> BackwardPhases:
     """Return the phases of a backward that keeps all gradients, which no number of ranks changes.
 
@@ -29,7 +29,7 @@ def keep_gradients(
 
 
 def list_kept_parts(
-    tensors: RankTensors, tied_head: int, accumulates: bool, full_attention: int | None = None
+    tensors: RankTensors, tied_head: int, accumulates: bool, full_attention: int | None
 ) -> list[BackwardPart]:
     """Return the parts of such a backward, without the reduction after it.
 
