@@ -50,8 +50,13 @@ class Array:
         raise NotImplementedError
 
     @staticmethod
-    def largest_sum(*pairs: tuple[Operand, Operand]) -> Operand:
-        """Return the largest of the sums of two values, element by element."""
+    def largest_sum(*sums: tuple[Operand, ...]) -> Operand:
+        """Return the largest of the sums of equally many values, element by element."""
+        raise NotImplementedError
+
+    @staticmethod
+    def compute_at_once(function: Callable[[*Ts], T], *values: *Ts) -> T:
+        """Return ``function(*values)``, element by element, without keeping intermediate results."""
         raise NotImplementedError
 
     @staticmethod
@@ -130,12 +135,22 @@ def maximum(first: N, *others: N) -> N:
     return first
 
 
-def largest_sum(pairs: Sequence[tuple[N, N]]) -> N:
-    """Return the largest of the sums of two numbers, element by element if any is an array."""
-    if array := _array_type(*chain.from_iterable(pairs)):
-        return cast("N", array.largest_sum(*pairs))
-    sums = [cast("N", first + second) for first, second in pairs]
-    return maximum(*sums)
+def largest_sum(sums: Sequence[tuple[N, ...]]) -> N:
+    """Return the largest of the sums of equally many numbers, element by element if any is an array."""
+    if array := _array_type(*chain.from_iterable(sums)):
+        return cast("N", array.largest_sum(*sums))
+    return maximum(*(cast("N", sum(terms)) for terms in sums))
+
+
+def compute_at_once(function: Callable[[*Ts], T], *values: *Ts) -> T:
+    """Return ``function(*values)``, arithmetic whose intermediate results are used nowhere else.
+
+    The search caches the result of every operator, but of this function only its own result: memory that
+    is not kept is used again, and faster than new one. ``function`` is a function of a module.
+    """
+    if array := _array_type(*values):
+        return array.compute_at_once(function, *values)
+    return function(*values)
 
 
 def where(condition: bool, then: T, otherwise: T) -> T:

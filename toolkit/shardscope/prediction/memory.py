@@ -7,11 +7,12 @@ candidates in forward and backward. Communicators, the CUDA context and fragment
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from operator import ge
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_count, format_gib
-from shardscope.core.ops import largest_sum, map_distinct, maximum
+from shardscope.core.ops import compute_at_once, largest_sum, map_distinct, maximum
 from shardscope.memory.activations.forward import find_modules
 from shardscope.memory.activations.rank_activations import RankActivations
 from shardscope.memory.activations.stage_activations import TransformersActivations
@@ -147,17 +148,30 @@ def compute_peak_bytes(rank: RankActivations, stage: Stage, state: TrainingState
     with these bytes only.
     """
     phases = _StagePhases(rank.plan, state)
-    by_gradients: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+    by_gradients: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}
     for candidate in _find_candidates(rank, stage, state):
         _, step_bytes = by_gradients.setdefault(id(candidate.gradients), (candidate.gradients, []))
-        step_bytes.append((_compute_saved_bytes(candidate), candidate.gather))
+        logits = 0 if candidate.logits is None else candidate.logits[0]
+        step_bytes.append((candidate.activations, logits, candidate.gather))
     # Gradients are the same object for many candidates, so ``id`` groups them without comparing arrays.
-    busy = maximum(*(
-        gradients + phases.add_fragmentation(largest_sum(step_bytes))
-        for gradients, step_bytes in by_gradients.values()
-    ))  # fmt: skip
+    largest = [(gradients, largest_sum(step_bytes)) for gradients, step_bytes in by_gradients.values()]
+    busy = compute_at_once(
+        _compute_busy_bytes,
+        phases.total_with_optimizer,
+        phases.percent_with_fragmentation,
+        *chain.from_iterable(largest),
+    )
     idle_totals = (phase.total for phase in phases.list_idle_phases())
-    return maximum(*idle_totals, phases.total_with_optimizer + busy)
+    return maximum(*idle_totals, busy)
+
+
+def _compute_busy_bytes(total: int, percent: int, *gradients_and_step_bytes: int) -> int:
+    """Return ``total`` plus the largest sum of gradients and of the bytes that a step allocates and frees.
+
+    ``percent`` is :attr:`_StagePhases.percent_with_fragmentation`.
+    """
+    pairs = zip(gradients_and_step_bytes[::2], gradients_and_step_bytes[1::2], strict=True)
+    return total + maximum(*(gradients + step_bytes * percent // 100 for gradients, step_bytes in pairs))
 
 
 def _find_candidates(rank: RankActivations, stage: Stage, state: TrainingState) -> list[PeakCandidate]:

@@ -31,6 +31,7 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     list_reductions,
     place_gradients,
 )
+from shardscope.frameworks.deepspeed.memory.late_reduction import count_late_reduction
 from shardscope.frameworks.deepspeed.memory.parameter_offload import TracedModel, build_traced_model
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     Many,
@@ -48,7 +49,6 @@ from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import NvmeOptions
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import simulate_step
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import (
-    count_late_reduction,
     partition_flat_buffers,
     reduce_in_backward,
 )

@@ -12,7 +12,7 @@ a column is identified by its operation and its operands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, TypeVarTuple, cast
 
@@ -66,9 +66,14 @@ class Column(Array):
         return Column.call_cached(_compute_maximum, *values)
 
     @staticmethod
-    def largest_sum(*pairs: tuple[Operand, Operand]) -> Column:
-        """Return the largest of the sums of two values, row by row."""
-        return Column.call_cached(_compute_largest_sum, *chain.from_iterable(pairs))
+    def largest_sum(*sums: tuple[Operand, ...]) -> Column:
+        """Return the largest of the sums of equally many values, row by row."""
+        return Column.call_cached(_compute_largest_sum, len(sums[0]), *chain.from_iterable(sums))
+
+    @staticmethod
+    def compute_at_once(function: Callable[[*Ts], T], *values: *Ts) -> T:
+        """Return ``function(*values)``, row by row, without keeping intermediate results."""
+        return cast("T", compute_jointly(cast("ArrayFunction", function), *values))
 
     @staticmethod
     def where(condition: object, then: object, otherwise: object) -> Column:
@@ -348,19 +353,25 @@ def _compute_maximum(*values: Operand) -> Column:
     return largest
 
 
-def _compute_largest_sum(*values: Operand) -> Column:
-    """Return the largest sum of two consecutive values, at least one of all values a column."""
-    sums: list[Operand] = []
-    pairs: list[tuple[Column, Column]] = []
-    for left, right in zip(values[::2], values[1::2], strict=True):
-        if isinstance(left, Column) and isinstance(right, Column):
-            pairs.append((left, right))
-        else:
-            sums.append(left + right)  # type: ignore[operator]  # at most one is a column
-    if pairs:
-        rows = pairs[0][0].rows
-        sums.append(_fold(np.maximum, rows, (_Partial.from_sum(rows, *pair) for pair in pairs)))
-    return _compute_maximum(*sums)
+def _compute_largest_sum(num_terms: int, *values: Operand) -> Column:
+    """Return the largest sum of ``num_terms`` consecutive values, at least one of all values a column."""
+    rows = next(value for value in values if isinstance(value, Column)).rows
+    numbers: list[float] = []
+
+    # A generator: each sum is combined with the maximum before the next one is computed.
+    def compute_sums() -> Iterator[_Partial]:
+        for first in range(0, len(values), num_terms):
+            terms = values[first : first + num_terms]
+            columns = [value for value in terms if isinstance(value, Column)]
+            number = sum([cast("float", value) for value in terms if not isinstance(value, Column)])
+            if not columns:
+                numbers.append(number)
+                continue
+            total = _fold_partials(np.add, rows, map(_Partial.from_column, columns))
+            yield _Partial(total.keys, cast("Values", total.values + number)) if number else total
+
+    largest = _fold(np.maximum, rows, compute_sums())
+    return _compute_maximum(largest, *numbers)
 
 
 class _Partial(NamedTuple):
@@ -375,22 +386,18 @@ class _Partial(NamedTuple):
     def from_column(cls, column: Column) -> _Partial:
         return cls(column.keys, column.values, column)
 
-    @classmethod
-    def from_sum(cls, rows: Rows, left: Column, right: Column) -> _Partial:
-        keys, left_indices, right_indices = rows.join(left.keys, right.keys)
-        operands = _expand_values(left, keys, left_indices), _expand_values(right, keys, right_indices)
-        return cls(keys, np.add(*operands))
-
     def expand(self, keys: int, indices: NDArray[np.int64] | None) -> _Partial:
         """Return the values at the distinct rows of ``keys``; ``indices`` are those of its own rows."""
-        if indices is None:
-            return self
-        if self.column is None:
-            return _Partial(keys, self.values.take(indices, mode="clip"))
-        return _Partial(keys, _expand_values(self.column, keys, indices), self.column)
+        return self if indices is None else _Partial(keys, self.values.take(indices, mode="clip"))
 
 
 def _fold(ufunc: np.ufunc, rows: Rows, partials: Iterable[_Partial]) -> Column:
+    """Return ``ufunc``, an associative one, of all partial results, as a column."""
+    result = _fold_partials(ufunc, rows, partials)
+    return Column(rows, result.keys, result.values) if result.column is None else result.column
+
+
+def _fold_partials(ufunc: np.ufunc, rows: Rows, partials: Iterable[_Partial]) -> _Partial:
     """Return ``ufunc``, an associative one, of all partial results.
 
     Those with equal keys are combined first, then those with the fewest rows, because a result has as many
@@ -404,7 +411,7 @@ def _fold(ufunc: np.ufunc, rows: Rows, partials: Iterable[_Partial]) -> Column:
     result, *others = sorted(by_keys.values(), key=lambda partial: len(partial.values))
     for other in others:
         result = _combine(ufunc, rows, result, other)
-    return Column(rows, result.keys, result.values) if result.column is None else result.column
+    return result
 
 
 def _combine(ufunc: np.ufunc, rows: Rows, first: _Partial, second: _Partial) -> _Partial:

@@ -24,6 +24,11 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     count_buckets,
     place_gradients,
 )
+from shardscope.frameworks.deepspeed.memory.late_reduction import (
+    count_late_reduction,
+    keep_gradients,
+    list_kept_parts,
+)
 from shardscope.frameworks.deepspeed.memory.parameter_offload import build_traced_model
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     FP64,
@@ -38,17 +43,20 @@ from shardscope.frameworks.deepspeed.memory.partitioned_param_coordinator import
     find_first_failure,
 )
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import SwapFailure, get_nvme_options
-from shardscope.frameworks.deepspeed.memory.phases import BackwardPart, PhaseElements
+from shardscope.frameworks.deepspeed.memory.phases import (
+    BackwardPart,
+    BackwardPhases,
+    PhaseElements,
+    choose_phases,
+)
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage3 import (
     Stage3Traffic,
     simulate_step,
 )
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import (
     FlatPartition,
-    count_late_reduction,
     is_contiguous,
     partition_flat_buffers,
-    reduce_after_backward,
     reduce_in_backward,
 )
 from shardscope.memory.activations.modules.attention import find_window_layers
@@ -64,32 +72,9 @@ if TYPE_CHECKING:
     from shardscope.frameworks.deepspeed.layout import ZeroLayout
 
 
-_NUM_MATRICES = 3
-"""Matrices of a gated feed-forward; with fewer matrices the last entry is repeated."""
 _NUM_IN_FORWARD = 6
 """Number of all-gather points kept from forward: half are the last ones, with the most saved tensors, half
 the largest ones."""
-
-
-class LayerPhases(NamedTuple):
-    """Phases of one decoder layer's backward."""
-
-    first_gradient: PhaseElements
-    at_experts: PhaseElements
-    """At the weighting of experts' rows, with their matrices all-gathered."""
-    after_down: PhaseElements
-    """At the activation's backward, after the gradient of the feed-forward's last matrix."""
-    before_attention: PhaseElements
-    """Between the feed-forward's gradients and attention's."""
-    peak: PhaseElements
-    feed_forward: tuple[PhaseElements, ...]
-    """At the gradient of each feed-forward matrix; ``first_gradient`` if these are not simulated."""
-    last_feed_forward: PhaseElements
-    """At the gradient of the last of these matrices."""
-    next_layer: PhaseElements
-    """At the first gradient of the next layer in backward, or of the embedding."""
-    attention_output: PhaseElements
-    """At the maximum after the feed-forward, attention's first gradient included."""
 
 
 class ElementCounts(NamedTuple):
@@ -127,17 +112,7 @@ class ElementCounts(NamedTuple):
     """(layers passed, elements that stage 3 has all-gathered) at points of forward."""
     traffic: Stage3Traffic
     """Elements that a micro-batch of stage 3 moves."""
-    head: LayerPhases
-    """Backward of the head and the final norm."""
-    head_at_logits: PhaseElements
-    """The same part, while the logits' gradient exists."""
-    layers: tuple[LayerPhases, ...]
-    """Backward of four layers: the first in backward order, the second, the last and the largest; and of the
-    first layer in forward order without a sliding window, if only some layers have one."""
-    layers_before_largest: int
-    """Number of layers that backward passes before the (first) largest one."""
-    embedding: PhaseElements
-    """Maximum of the embedding's backward."""
+    backward: BackwardPhases
     final_reduction: tuple[PhaseElements, PhaseElements]
     """Start and maximum of the final reduction."""
 
@@ -317,6 +292,7 @@ def _count_elements(
     flat_buffers = largest_slice = largest_expert_slice = persistent = after_forward = 0
     in_forward: tuple[tuple[int, int], ...] = ((0, 0),)
     traffic = Stage3Traffic()
+    full_attention = _find_full_attention(arch, dense_layers + moe_layers)
     if settings.stage == 3:
         # Every tensor is partitioned by itself, and sub-groups of them are updated together.
         partition = own_gradients = sum_partitions(tensors.trained, ranks)
@@ -327,7 +303,9 @@ def _count_elements(
         model = build_traced_model(arch, adapters, dense_layers, moe_layers)
         step = simulate_step(model, ranks, settings.recompute_interval, settings.options)
         persistent, after_forward, in_forward = step.persistent, step.after_forward, step.in_forward
-        traffic, parts = step.traffic, step.backward
+        traffic = step.traffic
+        *parts, reduction = step.backward
+        backward = choose_phases(parts, full_attention)
     else:
         # Flat buffers are partitioned; experts that expert parallelism shards have one of their own.
         dense = partition_flat_buffers(tensors.trained, ranks, settings.half, tensors.is_vector)
@@ -339,18 +317,9 @@ def _count_elements(
         flat_buffers = dense.flat_buffers + experts.flat_buffers
         largest_slice, largest_expert_slice = dense.largest_slice, experts.largest_slice
         options = _build_reduction_options(settings, dense)
-        parts = _count_backward_parts(
-            settings, tensors, options, experts.overlapping, tied_head, bool(accumulates)
+        backward, reduction = _count_backward(
+            settings, tensors, options, experts.overlapping, tied_head, bool(accumulates), full_attention
         )
-    # Array formulas need a fixed number of phases: keep the layers that can have the peak.
-    head, *layers, embedding, reduction = parts
-    next_layers = [*(layer.first_gradient for layer in layers[1:]), embedding.first_gradient]
-    totals = [layer.peak.total for layer in layers]
-    largest_layer = totals.index(max(totals))
-    chosen = [0, min(1, len(layers) - 1), len(layers) - 1, largest_layer]
-    if 0 < arch.sliding_window_layers < arch.num_hidden_layers:
-        windows = find_window_layers(arch.num_hidden_layers, arch.sliding_window_layers)[: len(layers)]
-        chosen.append(len(layers) - 1 - (windows.index(False) if False in windows else 0))
     return ElementCounts(
         trained=tensors.trained.total + tensors.experts.total,
         frozen=frozen,
@@ -367,13 +336,20 @@ def _count_elements(
         after_forward=after_forward,
         gathered_in_forward=_choose_in_forward(in_forward),
         traffic=traffic,
-        head=_get_layer_phases(head, layers[0].first_gradient),
-        head_at_logits=head.at_logits or head.peak,
-        layers=tuple(_get_layer_phases(layers[index], next_layers[index]) for index in chosen),
-        layers_before_largest=largest_layer,
-        embedding=embedding.peak,
+        backward=backward,
         final_reduction=(reduction.first_gradient, reduction.peak),
     )
+
+
+def _find_full_attention(arch: Architecture, num_layers: int) -> int | None:
+    """Return the layer, in backward order, that is the first without a sliding window in forward order.
+
+    None if all layers of the model are the same.
+    """
+    if not 0 < arch.sliding_window_layers < arch.num_hidden_layers:
+        return None
+    windows = find_window_layers(arch.num_hidden_layers, arch.sliding_window_layers)[:num_layers]
+    return num_layers - 1 - (windows.index(False) if False in windows else 0)
 
 
 def _build_reduction_options(settings: _Settings, dense: FlatPartition) -> ReductionOptions:
@@ -420,15 +396,16 @@ def _count_reduction_buckets(
     return count_buckets(gradients, options.bucket_size, finds_busiest=options.norm_width > 0)
 
 
-def _count_backward_parts(
+def _count_backward(
     settings: _Settings,
     tensors: RankTensors,
     reduction_options: ReductionOptions,
     expert_gradients: int,
     tied_head: int,
     accumulates: bool,
-) -> tuple[BackwardPart, ...]:
-    """Return the parts of backward in stages 0 to 2; the last one is the final reduction.
+    full_attention: int | None,
+) -> tuple[BackwardPhases, BackwardPart]:
+    """Return the phases of backward in stages 0 to 2, and the final reduction.
 
     ``expert_gradients``: elements of routed experts' gradients in their own group that the rank keeps.
     """
@@ -438,42 +415,32 @@ def _count_backward_parts(
             count_all_reduce_copy(sizes, cast_width=reduction_options.cast_width)
             for sizes in (tensors.trained, tensors.experts)
         )
-        reduction = PhaseElements(flattened, tensors.trained.total + tensors.experts.total)
-        return reduce_after_backward(tensors, reduction, tied_head, accumulates)
+        last = PhaseElements(flattened, tensors.trained.total + tensors.experts.total)
+        return keep_gradients(tensors, tied_head, accumulates, full_attention), BackwardPart(last, last)
     if settings.stage == 2 or settings.overlaps:
         # Stage 1 reduces in the last micro-batch's backward alone.
         keeps_earlier = settings.stage == 1 and accumulates
         earlier_gradients = tensors.trained.total if keeps_earlier else 0
-        parts = reduce_in_backward(tensors, reduction_options, tied_head, earlier_gradients)
-    else:
-        late = count_late_reduction(tensors.trained, tensors.is_vector, reduction_options)
-        reduction = PhaseElements(late, tensors.trained.total)
-        parts = reduce_after_backward(tensors, reduction, tied_head, accumulates)
+        *parts, reduction = reduce_in_backward(tensors, reduction_options, tied_head, earlier_gradients)
+        if expert_gradients:
+            parts = [_add_expert_gradients(part, expert_gradients) for part in parts]
+            reduction = _add_expert_gradients(reduction, expert_gradients)
+        return choose_phases(parts, full_attention), reduction
+    late = count_late_reduction(tensors.trained, tensors.is_vector, reduction_options)
+    last = PhaseElements(late, tensors.trained.total)
+    reduction = BackwardPart(last, last)
     if not expert_gradients:
-        return parts
-    # The gradients of experts that are a separate parameter group are kept as well.
-    return tuple(
-        BackwardPart(
-            part.first_gradient,
-            part.peak._replace(gradients=part.peak.gradients + expert_gradients),
-        )
-        for part in parts
-    )
+        return keep_gradients(tensors, tied_head, accumulates, full_attention), reduction
+    parts = [
+        _add_expert_gradients(part, expert_gradients)
+        for part in list_kept_parts(tensors, tied_head, accumulates, full_attention)
+    ]
+    return choose_phases(parts, full_attention), _add_expert_gradients(reduction, expert_gradients)
 
 
-def _get_layer_phases(part: BackwardPart, next_layer: PhaseElements) -> LayerPhases:
-    matrices = part.feed_forward[:_NUM_MATRICES] or (part.first_gradient,)
-    return LayerPhases(
-        first_gradient=part.first_gradient,
-        at_experts=part.at_experts or part.first_gradient,
-        after_down=part.after_down or part.first_gradient,
-        before_attention=part.before_attention or part.first_gradient,
-        peak=part.peak,
-        feed_forward=(*matrices, *matrices[-1:] * (_NUM_MATRICES - len(matrices))),
-        last_feed_forward=part.feed_forward[-1] if part.feed_forward else part.peak,
-        next_layer=next_layer,
-        attention_output=part.attention_output,
-    )
+def _add_expert_gradients(part: BackwardPart, elements: int) -> BackwardPart:
+    """Return a part in which gradients of experts, a separate parameter group, are kept as well."""
+    return BackwardPart(part.first_gradient, part.peak._replace(gradients=part.peak.gradients + elements))
 
 
 def _choose_in_forward(points: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

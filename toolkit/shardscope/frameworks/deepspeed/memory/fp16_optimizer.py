@@ -6,14 +6,16 @@ fp16/unfused_optimizer.py and bf16_optimizer.py of DeepSpeed 0.19.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import all_true
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.memory.activation_sizes import find_logits, list_activation_sizes
-from shardscope.frameworks.deepspeed.memory.ipg_bucket import find_largest_copy
+from shardscope.frameworks.deepspeed.memory.ipg_bucket import count_copy
 from shardscope.frameworks.deepspeed.memory.peaks import find_backward_peaks
 from shardscope.frameworks.deepspeed.memory.phases import ZeroBuffers
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import NOT_PARTITIONED
@@ -35,7 +37,14 @@ def count_all_reduce_copy(
     sizes: tuple[int, ...], max_elements: int = ALL_REDUCE_ELEMENTS, cast_width: int = 0
 ) -> int:
     """Return the elements of stage 0's largest flattened copy and of its cast (``allreduce_bucket``)."""
-    return find_largest_copy([(size, 1) for size in sizes], max_elements, cast_width)
+    # As in ``find_largest_copy``: each copy ends with the tensor that exceeds the maximum.
+    ends = list(accumulate(sizes))
+    largest = first = before = 0
+    while first < len(ends):
+        last = min(bisect_right(ends, before + max_elements, first), len(ends) - 1)
+        largest = max(largest, count_copy(ends[last] - before, last + 1 - first, cast_width))
+        first, before = last + 1, ends[last]
+    return largest
 
 
 def compute_stage_0_state(plan: Plan, stage: Stage, rank: RankCounts, in_pipeline: int) -> TrainingState:

@@ -232,7 +232,7 @@ def count_reduction_copies(bucket: Sequence[FlatGradient], options: ReductionOpt
     They are a flattened copy, then the norms of offloaded gradients (``set_norm_for_param_grad_in_gpu``).
     """
     if not options.is_contiguous:
-        return _count_copy(sum(gradient.size for gradient in bucket), len(bucket), options.cast_width)
+        return count_copy(sum(gradient.size for gradient in bucket), len(bucket), options.cast_width)
     flattened = count_flattened_copy(bucket, options)
     if not options.norm_width:
         return flattened
@@ -251,7 +251,7 @@ def count_flattened_copy(bucket: Sequence[FlatGradient], options: ReductionOptio
             if size
             for owner in (start // partition, (start + size - 1) // partition)
         }
-        return _count_copy(elements, len(owners), options.cast_width)
+        return count_copy(elements, len(owners), options.cast_width)
     return find_largest_copy(_list_slices(bucket), options.bucket_size, options.cast_width)
 
 
@@ -296,17 +296,17 @@ def find_largest_copy(slices: list[tuple[int, int]], max_elements: int, cast_wid
             added = min(needed, remaining)
             elements, number, remaining = elements + added * size, number + added, remaining - added
             if elements > max_elements:
-                largest = max(largest, _count_copy(elements, number, cast_width))
+                largest = max(largest, count_copy(elements, number, cast_width))
                 elements = number = 0
                 # The following copies have equally many slices, so they are all of one size: skip them.
                 per_copy = max_elements // size + 1
                 if remaining >= per_copy:
-                    largest = max(largest, _count_copy(per_copy * size, per_copy, cast_width))
+                    largest = max(largest, count_copy(per_copy * size, per_copy, cast_width))
                     remaining %= per_copy
-    return max(largest, _count_copy(elements, number, cast_width))
+    return max(largest, count_copy(elements, number, cast_width))
 
 
-def _count_copy(elements: int, num_slices: int, cast_width: int) -> int:
+def count_copy(elements: int, num_slices: int, cast_width: int) -> int:
     """Return the elements copied to reduce ``num_slices`` slices together.
 
     A single slice is flat already; a cast is allocated besides the flattened copy (``allreduce_bucket``).

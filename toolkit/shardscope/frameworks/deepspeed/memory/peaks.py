@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.core.number_format import format_gib
 from shardscope.core.ops import any_true, is_array, maximum, minimum, pick_largest_row, where
-from shardscope.frameworks.deepspeed.memory.phases import PhaseElements, ZeroBuffers, list_layer_elements
+from shardscope.frameworks.deepspeed.memory.phases import (
+    LayerPhases,
+    PhaseElements,
+    ZeroBuffers,
+    list_layer_elements,
+)
 from shardscope.frameworks.deepspeed.memory.pipeline import explain_buffers
 from shardscope.memory.activations.largest_layer import LargestLayer, list_candidate_depths
 from shardscope.memory.report import Phase, Term, sum_parts
@@ -21,7 +26,7 @@ from shardscope.memory.state.training_state import PeakCandidate, PeakTerms
 
 if TYPE_CHECKING:
     from shardscope.frameworks.deepspeed.memory.activation_sizes import ActivationSizes
-    from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts, LayerPhases
+    from shardscope.frameworks.deepspeed.memory.element_counts import ElementCounts
     from shardscope.memory.activations.stage_activations import StageBackward
 
 
@@ -115,8 +120,9 @@ class _BackwardPeaks:
         """
         counts = self.counts
         peaks = [*self._find_head_peaks(), *self.find_in_layers()]
+        at_embedding = counts.backward.embedding
         peaks.append(
-            self._build_candidate(0.97, (self.backward.stream_gradient,), _IN_EMBEDDING, counts.embedding)
+            self._build_candidate(0.97, (self.backward.stream_gradient,), _IN_EMBEDDING, at_embedding)
         )
         peaks += [
             self._build_candidate(0.975, (0,), _NO_ACTIVATIONS, phase) for phase in counts.final_reduction
@@ -211,10 +217,10 @@ class _BackwardPeaks:
                 self.backward.logits,
             ),
             self._build_candidate(
-                0.345, self.saved, _SAVED, counts.head_at_logits, self.permanent_bucket, head_logits
+                0.345, self.saved, _SAVED, counts.backward.head_at_logits, self.permanent_bucket, head_logits
             ),
-            self._build_candidate(0.347, self.saved, _SAVED, counts.head.peak, self.bucket_at_head),
-            self._build_candidate(0.35, at_norm, _IN_NORM, counts.head.first_gradient, norm_bucket),
+            self._build_candidate(0.347, self.saved, _SAVED, counts.backward.head.peak, self.bucket_at_head),
+            self._build_candidate(0.35, at_norm, _IN_NORM, counts.backward.head.first_gradient, norm_bucket),
         ]
 
     def _explain_elements(self, num_bytes: int, what: str) -> Term:
@@ -225,14 +231,14 @@ class _BackwardPeaks:
 
     def _choose_layers(self) -> list[tuple[int, LayerPhases]]:
         """Return (layers that backward has passed, ZeRO's phases) of the layers that can have the peak."""
-        counts, num_layers, interval = self.counts, self.sizes.num_layers, self.sizes.interval
-        chosen = list(zip(list_candidate_depths(num_layers - 1), counts.layers, strict=False))
-        largest = counts.layers_before_largest
+        phases, num_layers, interval = self.counts.backward, self.sizes.num_layers, self.sizes.interval
+        chosen = list(zip(list_candidate_depths(num_layers - 1), phases.layers, strict=False))
+        largest = phases.layers_before_largest
         if is_array(largest) or 1 < largest < num_layers - 1:
-            chosen.append((largest, counts.layers[3]))
+            chosen.append((largest, phases.layers[3]))
         if interval > 2:
             # The first recomputed layer in backward order may be neither of the first two.
-            chosen.append(((num_layers - 1) % interval, counts.layers[1]))
+            chosen.append(((num_layers - 1) % interval, phases.layers[1]))
         return chosen
 
     def _choose_layers_by_window(self) -> list[tuple[bool, int, LayerPhases]]:
@@ -241,8 +247,9 @@ class _BackwardPeaks:
         The first value is whether the stage has such a layer.
         """
         last_index = self.sizes.num_layers - 1
-        first_phases, second_phases, last_phases, largest_phases, unwindowed_phases = self.counts.layers
-        largest = self.counts.layers_before_largest
+        counts = self.counts.backward
+        first_phases, second_phases, last_phases, largest_phases, unwindowed_phases = counts.layers
+        largest = counts.layers_before_largest
         order = self.backward.layer_order
         chosen: list[tuple[bool, int, LayerPhases]] = []
         for kind in order.kinds:

@@ -21,7 +21,6 @@ from shardscope.frameworks.deepspeed.memory.ipg_bucket import (
     FlatGradient,
     ReductionOptions,
     count_reduction_copies,
-    list_reductions,
     place_gradients,
 )
 from shardscope.frameworks.deepspeed.memory.partition_parameters import (
@@ -412,79 +411,6 @@ class _BackwardReduction:
             self._outside_bucket += size
         elif size > self._options.bucket_size:
             self._outside_bucket = self._never_freed + size
-
-
-def reduce_after_backward(
-    tensors: RankTensors, reduction: PhaseElements, tied_head: int, accumulates: bool
-) -> tuple[BackwardPart, ...]:
-    """Return the parts of a backward that keeps all gradients; the last is ``reduction``.
-
-    ``tied_head`` is as in :func:`reduce_in_backward`; ``accumulates``: earlier micro-batches left gradients.
-    """
-    return (*_keep_gradients(tensors, tied_head, accumulates), BackwardPart(reduction, reduction))
-
-
-@lru_cache(maxsize=1024)
-def _keep_gradients(tensors: RankTensors, tied_head: int, accumulates: bool) -> tuple[BackwardPart, ...]:
-    """Return the parts of a backward that keeps all gradients, which no number of ranks changes."""
-    sizes = tensors.trained
-    total, done = sum(sizes), 0
-    parts: list[BackwardPart] = []
-    order, index = iter(tensors.gradient_order), len(sizes)
-    for number, count in enumerate(tensors.trained_per_part):
-        tied_gradient = tied_head if number else 0
-        first = before_attention = PhaseElements(tied_gradient, total if accumulates else done)
-        feed_forward: list[PhaseElements] = []
-        attention_output = PhaseElements(0, 0)
-        largest = 0
-        for remaining in range(count, 0, -1):
-            if remaining == tensors.num_attention:
-                before_attention = PhaseElements(tied_gradient, total if accumulates else done)
-            if not number and remaining == 1:
-                first = PhaseElements(tied_head, total if accumulates else done)
-            index = next(order)
-            size = sizes[index]
-            done += size
-            # With accumulation a new gradient is added to the existing one; without, it is kept.
-            phase = (
-                PhaseElements(tied_gradient + size, total)
-                if accumulates
-                else PhaseElements(tied_gradient, done)
-            )
-            if tensors.is_feed_forward and tensors.is_feed_forward[index]:
-                feed_forward.append(phase)
-            if tensors.num_attention - 1 <= remaining <= tensors.num_attention:
-                attention_output = max(attention_output, phase, key=_get_total)
-            largest = max(largest, 2 * size if tied_head and not index else size)
-        if accumulates:
-            peak = PhaseElements(tied_gradient + largest, total)
-        else:
-            # Both gradients of a tied embedding and their sum are alive.
-            both = tied_head if number and index == 0 else 0
-            peak = PhaseElements(tied_gradient + both, done)
-        parts.append(BackwardPart(first, peak, before_attention, tuple(feed_forward), attention_output))
-    return tuple(parts)
-
-
-@lru_cache(maxsize=1024)
-def count_late_reduction(
-    sizes: tuple[int, ...], is_vector: tuple[bool, ...], options: ReductionOptions
-) -> int:
-    """Return the elements stage 1's reduction after backward needs above all gradients and the bucket."""
-    removed = most = accumulated = 0
-    for elements, has_own, copies in list_reductions(sizes, is_vector, options):
-        if not options.is_contiguous:
-            # Gradients stay where they are: nothing is copied out of them, and nothing freed.
-            most = max(most, copies)
-            continue
-        in_bucket = elements if elements <= options.bucket_size else 0
-        cloned = (options.norm_width > 0) * (elements - in_bucket)
-        most = max(most, max(cloned, copies) - removed - in_bucket + accumulated)
-        accumulated = options.accumulated if accumulated or has_own else 0
-        most = max(most, accumulated - removed - in_bucket)
-        # Gradients too large for the bucket stay autograd's tensors, if of other ranks' partitions.
-        removed += elements if has_own else in_bucket
-    return most
 
 
 def _get_total(phase: PhaseElements) -> int:
