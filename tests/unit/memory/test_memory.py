@@ -22,7 +22,7 @@ from shardscope.memory.activations.modules.saved_tensors import Modules
 from shardscope.memory.activations.rank_activations import RankActivations
 from shardscope.memory.overheads import libraries as overheads
 from shardscope.memory.report import MemoryReport
-from shardscope.memory.state.lora import count_adapter_parameters, count_layer_adapters
+from shardscope.memory.state.lora import count_adapter_parameters, count_layer_adapters, find_adapters
 from shardscope.memory.state.stages import Stage, count_layer_shard
 from shardscope.prediction.memory import compute_phases
 
@@ -351,7 +351,7 @@ def test_only_adapters_have_gradients_and_optimizer_state(
     precision: str, layout: ss.Layout, frozen: int, trained: tuple[int, int, int]
 ) -> None:
     a_plan = plan(LLAMA, layout, method="lora", lora_rank=8, precision=precision)
-    adapters = LLAMA.num_hidden_layers * count_layer_adapters(LLAMA, a_plan.recipe, False)[0]
+    adapters = count_adapter_parameters(LLAMA, a_plan.recipe)
     done, rest = a_plan.memory().at("optimizer"), a_plan.memory().at("rest")
     assert done["parameters"] == frozen * LLAMA.num_parameters + trained[0] * adapters
     assert (done["gradients"], rest["optimizer"]) == (trained[1] * adapters, trained[2] * adapters)
@@ -415,11 +415,12 @@ def test_fsdp2_shards_sum_to_the_whole_model(name: str, method: str) -> None:
     shapes = [shape for _, _, shape in arch.outer_shapes]
     shapes += [s for i in range(arch.num_hidden_layers) for _, _, s in arch.layer_shapes(i)]
     weights = sum(torch.empty(shape, device="meta").chunk(3)[0].numel() for shape in shapes)
+    found = find_adapters(arch, a_plan.recipe)
     adapters = sum(
-        count_layer_adapters(arch, a_plan.recipe, arch.is_moe_layer(i), 3)[1]
+        count_layer_adapters(arch, found, arch.is_moe_layer(i), 3)[1]
         for i in range(arch.num_hidden_layers)
+        if found is not None
     )
-    adapters *= method == "lora"
     assert get_component_bytes(a_plan, "parameters") == (2 if adapters else 4) * weights + 4 * adapters
     assert get_component_bytes(a_plan, "gradients") == 4 * (adapters or weights)
 

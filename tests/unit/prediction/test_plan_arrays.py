@@ -132,8 +132,13 @@ def count_columns() -> int:
     return sum(type(one) is Column for one in gc.get_objects())
 
 
-def test_a_search_leaves_no_columns_in_memory() -> None:
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_search_leaves_no_columns_in_memory(method: Any) -> None:
     """A formula's cache that keeps columns would keep the arrays of every search of a notebook."""
     before = count_columns()
-    ss.search(ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(seq_len=1000))
+    ss.search(
+        ss.models["llama-3.1-8b"],
+        ss.Cluster.parse("2x8xh100-sxm-80gb"),
+        ss.Recipe(seq_len=1000, method=method),
+    )
     assert count_columns() <= before

@@ -6,7 +6,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.catalog import load_efficiency
-from shardscope.memory.state.lora import count_adapter_parameters
+from shardscope.memory.state.lora import Adapters, count_adapter_parameters
 from shardscope.timing.matmul import (
     Products,
     count_adapter_products,
@@ -84,6 +84,7 @@ def test_sdpa_takes_the_kernels_that_torch_prefers(gpu: str, takes_cudnn: bool) 
 
 
 LORA = ss.Recipe(method="lora", lora_rank=8, lora_targets=("q_proj", "v_proj"))
+ADAPTERS = Adapters(("q_proj", "v_proj"), rank=8, use_dora=True)
 SHAPES = ((4096, 4096), (1024, 4096))
 """Rows and columns of Llama 3.1 8B's q_proj and v_proj."""
 
@@ -91,15 +92,15 @@ SHAPES = ((4096, 4096), (1024, 4096))
 @pytest.mark.parametrize("tp", [1, 2])
 def test_adapters_multiply_with_their_own_weights(tp: int) -> None:
     arch = ss.models["llama-3.1-8b"]
-    products = count_adapter_products(arch, False, LORA, tp)
+    products = count_adapter_products(arch, False, ADAPTERS, tp)
     assert products.weights == count_adapter_parameters(arch, LORA) / arch.num_hidden_layers / tp
     # An input and an output per matrix: the columns and 8, then 8 and the rows.
     assert products.edges == sum((rows + columns) // tp + 2 * 8 for rows, columns in SHAPES)
-    assert count_adapters(arch, False, LORA) == 2
+    assert count_adapters(arch, False, ADAPTERS) == 2
 
 
 def test_dora_multiplies_both_matrices_with_the_identity() -> None:
-    pairs, moved, matrices = count_dora_products(ss.models["llama-3.1-8b"], False, LORA)
+    pairs, moved, matrices = count_dora_products(ss.models["llama-3.1-8b"], False, ADAPTERS)
     assert pairs == sum(8 * columns * columns + rows * 8 * columns for rows, columns in SHAPES)
     # Read: the identity, A, their product and B. Written: that product, and the product of all.
     assert moved == sum(

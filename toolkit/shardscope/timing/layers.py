@@ -14,6 +14,7 @@ from shardscope.memory.activations.forward import list_saved_tensors
 from shardscope.memory.activations.modules.attention import get_attention_widths as attention_widths
 from shardscope.memory.activations.modules.attention import is_eager, is_unfused
 from shardscope.memory.activations.modules.megatron import build_eager_scores
+from shardscope.memory.state.lora import find_adapters
 from shardscope.timing.collectives import cache_calls
 from shardscope.timing.matmul import (
     LayerProducts,
@@ -127,12 +128,12 @@ class LayerWork:
         # Matmuls and attention: compute-bound, unless a matmul is small.
         products = count_layer_products(arch, moe, tp, self.plan.degrees.ep, self.expert_tp)
         matrices = self._compute_matmuls(moe, products)
-        frozen = recipe.has_adapters
-        adapters = (
-            count_adapter_products(arch, moe, recipe, tp).seconds(self.tokens, self.rate) if frozen else 0.0
-        )
-        dora = count_dora_products(arch, moe, recipe) if recipe.use_dora else (0, 0, 0)
-        dora_products = self.rate.seconds(*dora[:2]) if recipe.use_dora else 0.0
+        adapters, adapter_matmuls, dora_matmuls, dora = find_adapters(arch, recipe), 0.0, 0.0, (0, 0, 0)
+        if adapters is not None:
+            adapter_matmuls = count_adapter_products(arch, moe, adapters, tp).seconds(self.tokens, self.rate)
+            if adapters.use_dora:
+                dora = count_dora_products(arch, moe, adapters)
+                dora_matmuls = self.rate.seconds(*dora[:2])
         attention, attention_back = self._compute_attention()
         # All other operators are memory-bound. Their traffic is proportional to what they save for backward
         # (``catalog/efficiency.toml``, [passes]); residual additions, casts and sorting are counted on top.
@@ -154,8 +155,8 @@ class LayerWork:
         # Short kernels leave the GPU waiting for the host, forward and backward each for their own.
         own_forward, own_backward = self.overlap.kernels
         modules_forward, modules_backward = self._count_module_kernels(moe)
-        num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
-        running = Operators(matrices + adapters + dora_products, attention, elementwise)
+        num_adapters = 0 if adapters is None else count_adapters(arch, moe, adapters)
+        running = Operators(matrices + adapter_matmuls + dora_matmuls, attention, elementwise)
         num_kernels = modules_forward + num_adapters * (
             _ADAPTER_KERNELS[0] + recipe.use_dora * _DORA_KERNELS[0]
         )
@@ -168,7 +169,11 @@ class LayerWork:
         # Gradients of inputs and of weights are one matmul each (Kaplan et al. 2020, section 2.1); a frozen
         # matrix has only the first.
         backward = self._add_launch_time(
-            Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
+            Operators(
+                (2 if adapters is None else 1) * matrices + 2 * adapter_matmuls,
+                attention_back,
+                elementwise_back,
+            ),
             slower_back
             * (modules_backward + num_adapters * (_ADAPTER_KERNELS[1] + recipe.use_dora * _DORA_KERNELS[1]))
             + own_backward,

@@ -15,12 +15,11 @@ from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.memory.activations.modules.attention import get_attention_widths, is_unfused, passes_mask
-from shardscope.memory.state.lora import find_adapter_targets
+from shardscope.memory.state.lora import Adapters
 from shardscope.memory.state.stages import is_replicated, list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
-    from shardscope.core.recipe import Recipe
     from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.timing.rates import MatrixRate
 
@@ -152,15 +151,15 @@ class _MatrixSums(NamedTuple):
         )
 
 
-def count_adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) -> Products:
+def count_adapter_products(arch: Architecture, moe: bool, adapters: Adapters, tp: int) -> Products:
     """Return the two low-rank matrices of each adapter of one layer."""
-    products: Products = map_distinct(lambda tp: _list_adapter_products(arch, moe, recipe, tp), tp)
+    products: Products = map_distinct(lambda tp: _list_adapter_products(arch, moe, adapters, tp), tp)
     return products
 
 
 @lru_cache(maxsize=1024)
-def _list_adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) -> Products:
-    rank, targets = recipe.adapter_rank, find_adapter_targets(arch, recipe)
+def _list_adapter_products(arch: Architecture, moe: bool, adapters: Adapters, tp: int) -> Products:
+    targets, rank, _ = adapters
     weights = edges = 0
     for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):
         if target in targets:
@@ -169,13 +168,13 @@ def _list_adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: in
     return Products(weights, edges)
 
 
-def count_dora_products(arch: Architecture, moe: bool, recipe: Recipe) -> tuple[int, int, int]:
+def count_dora_products(arch: Architecture, moe: bool, adapters: Adapters) -> tuple[int, int, int]:
     """Return multiplied pairs, their moved numbers, and the numbers of adapted matrices, of one layer.
 
     peft's DoRA multiplies both adapter matrices with the identity in each forward (peft 0.21,
     tuners/lora/dora.py, ``get_lora_weight``).
     """
-    targets, rank = find_adapter_targets(arch, recipe), recipe.adapter_rank
+    targets, rank, _ = adapters
     pairs = moved = matrices = 0
     for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):
         if target in targets:
@@ -185,10 +184,9 @@ def count_dora_products(arch: Architecture, moe: bool, recipe: Recipe) -> tuple[
     return pairs, moved, matrices
 
 
-def count_adapters(arch: Architecture, moe: bool, recipe: Recipe) -> int:
+def count_adapters(arch: Architecture, moe: bool, adapters: Adapters) -> int:
     """Return the number of adapters in one layer."""
-    targets = find_adapter_targets(arch, recipe)
-    return sum(target in targets for target, _ in arch.layer_linears(find_first_layer(arch, moe)))
+    return sum(target in adapters.targets for target, _ in arch.layer_linears(find_first_layer(arch, moe)))
 
 
 class AttentionKeys(NamedTuple):

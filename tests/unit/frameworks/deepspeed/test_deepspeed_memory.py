@@ -38,7 +38,6 @@ from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     RankTensors,
     create_sub_groups,
     find_largest_sub_group,
-    get_adapters,
     list_stage_tensors,
     sum_partitions,
 )
@@ -52,6 +51,7 @@ from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import 
     partition_flat_buffers,
     reduce_in_backward,
 )
+from shardscope.memory.state.lora import find_adapters
 from shardscope.memory.state.stages import Stage, count_stage_weights, find_stage_shapes
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -531,7 +531,7 @@ def test_swaps_alone_fail_as_they_do_in_the_whole_step(
 ) -> None:
     """The question for one number of buffers stops at the first failure, and counts no memory."""
     arch = replace(ss.models[name], num_hidden_layers=4)
-    adapters = get_adapters(ss.Recipe(method=method))  # type: ignore[arg-type]
+    adapters = find_adapters(arch, ss.Recipe(method=method))  # type: ignore[arg-type]
     moe_layers = arch.num_moe_layers
     model = build_traced_model(arch, adapters, 4 - moe_layers, moe_layers)
     options = Stage3Options(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.core.number_format import format_count, format_gib
 from shardscope.core.precision import FP32, widths
 from shardscope.memory.report import Term, zero_term
-from shardscope.memory.state.lora import count_layer_adapters
+from shardscope.memory.state.lora import count_adapter_parameters
 from shardscope.memory.state.quantization import compute_frozen_base_bytes
 from shardscope.memory.state.stages import count_stage_weights, find_stage_shapes
 
@@ -39,7 +39,7 @@ def compute_fp32_model(plan: Plan, num_parameters: int, where: str) -> Term:
     """
     if not plan.on_gpu:
         return zero_term("CPU ranks train the model in the memory in which it was built")
-    built = num_parameters + _count_adapters(plan)
+    built = num_parameters + count_adapter_parameters(plan.architecture, plan.recipe)
     return Term(
         FP32 * built,
         lambda: f"{format_count(built, 'parameter')} × 4 bytes = {format_gib(FP32 * built)} GiB {where}",
@@ -58,7 +58,7 @@ def compute_quantized_model(plan: Plan, where: str) -> Term:
     base = compute_frozen_base_bytes(
         plan, count_stage_weights(plan, model), widths[plan.recipe.precision].compute
     )
-    adapters = FP32 * _count_adapters(plan)
+    adapters = FP32 * count_adapter_parameters(plan.architecture, plan.recipe)
     # Its own weights, and the temporary tensors of its quantization.
     largest = (widths[plan.recipe.precision].compute + _PACKING_BYTES) * _find_largest_linear(plan)
     return Term(
@@ -75,11 +75,3 @@ def _find_largest_linear(plan: Plan) -> int:
     # A model with both kinds of layers has a dense one first and one with routed experts last.
     layers = {0, arch.num_hidden_layers - 1}
     return max(out * inner for layer in layers for _, (out, inner) in arch.layer_linears(layer))
-
-
-def _count_adapters(plan: Plan) -> int:
-    arch = plan.architecture
-    if not plan.recipe.has_adapters:
-        return 0
-    kinds = ((False, arch.num_hidden_layers - arch.num_moe_layers), (True, arch.num_moe_layers))
-    return sum(layers * count_layer_adapters(arch, plan.recipe, moe)[0] for moe, layers in kinds if layers)

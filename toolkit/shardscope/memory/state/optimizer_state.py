@@ -9,7 +9,7 @@ from shardscope.core.number_format import format_count, format_gib
 from shardscope.core.ops import ceil_div, map_distinct
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.memory.report import Term, zero_term
-from shardscope.memory.state.lora import find_adapter_targets
+from shardscope.memory.state.lora import Adapters, find_adapters
 from shardscope.memory.state.optimizers import (
     ELEMENTWISE,
     TensorState,
@@ -21,7 +21,6 @@ from shardscope.memory.state.stages import EMBEDDING_GROUPS, Stage, list_outer_t
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.core.recipe import Recipe
 
 SOURCES = {
     "adamw": "two moments (Loshchilov & Hutter 2019)",
@@ -102,9 +101,9 @@ def compute_optimizer_bytes(
     state = total.state + total.paged - paged + compute_constant_state(name, library)
     working = total.working
     if name == "adafactor":
-        arch, adapted = plan.architecture, _get_adapter_recipe(plan)
+        arch, adapters = plan.architecture, find_adapters(plan.architecture, plan.recipe)
         working = map_distinct(
-            lambda *numbers: _compute_adafactor_working(arch, adapted, kind, _RankPart(*numbers)), *part
+            lambda *numbers: _compute_adafactor_working(arch, adapters, kind, _RankPart(*numbers)), *part
         )
     elif not plan.on_gpu and name != "muon":
         # What remains are paged moments, fetched to the GPU for the update.
@@ -153,31 +152,27 @@ def _compute_elementwise_working(plan: Plan, part: _RankPart, width: int, *, are
     return Term(largest, explain)
 
 
-def _get_adapter_recipe(plan: Plan) -> Recipe | None:
-    return plan.recipe if plan.recipe.has_adapters else None
-
-
 def _sum_tensors(plan: Plan, part: _RankPart, kind: _OptimizerKind) -> TensorState:
     """Return the optimizer state of all tensors that train on a rank of the stage."""
-    arch, adapted = plan.architecture, _get_adapter_recipe(plan)
+    arch, adapters = plan.architecture, find_adapters(plan.architecture, plan.recipe)
     # Of an array of plans, each distinct part is computed once.
     total: TensorState = map_distinct(
-        lambda *numbers: _compute_part_state(arch, adapted, kind, _RankPart(*numbers)), *part
+        lambda *numbers: _compute_part_state(arch, adapters, kind, _RankPart(*numbers)), *part
     )
     return total
 
 
 @lru_cache(maxsize=4096)
 def _compute_part_state(
-    arch: Architecture, adapted: Recipe | None, kind: _OptimizerKind, part: _RankPart
+    arch: Architecture, adapters: Adapters | None, kind: _OptimizerKind, part: _RankPart
 ) -> TensorState:
     # State adds up over tensors; temporaries exist for one tensor at a time.
     state = paged = working = 0
     for moe, layers in _count_layers_by_kind(part):
-        layer = _compute_layer_state(arch, adapted, moe, kind, part.tp, part.ep, part.num_shards)
+        layer = _compute_layer_state(arch, adapters, moe, kind, part.tp, part.ep, part.num_shards)
         state, paged = state + layers * layer.state, paged + layers * layer.paged
         working = max(working, layer.working)
-    if adapted is None:
+    if adapters is None:
         for group, rows, columns in list_outer_tensors(arch, part.tp, part.is_first, part.is_last):
             one = _compute_shard_state(kind, part.ep, part.num_shards, (1, rows, columns, group))
             state, paged, working = state + one.state, paged + one.paged, max(working, one.working)
@@ -192,7 +187,7 @@ def _count_layers_by_kind(part: _RankPart) -> list[tuple[bool, int]]:
 @lru_cache(maxsize=4096)
 def _compute_layer_state(
     arch: Architecture,
-    adapted: Recipe | None,
+    adapters: Adapters | None,
     moe: bool,
     kind: _OptimizerKind,
     tp: int,
@@ -202,7 +197,7 @@ def _compute_layer_state(
     """Return the optimizer state of one decoder layer's trained tensors: its own, or its adapters."""
     tensors = [
         _compute_shard_state(kind, ep, num_shards, shape)
-        for shape in _list_trained_shapes(arch, adapted, moe, tp, ep)
+        for shape in _list_trained_shapes(arch, adapters, moe, tp, ep)
     ]
     return TensorState(
         sum(tensor.state for tensor in tensors),
@@ -212,40 +207,40 @@ def _compute_layer_state(
 
 
 def _list_trained_shapes(
-    arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
+    arch: Architecture, adapters: Adapters | None, moe: bool, tp: int, ep: int
 ) -> list[tuple[int, int, int, str]]:
     """Return (copies, rows, columns, group) of each trained tensor of one decoder layer, in order."""
-    if adapted is None:
+    if adapters is None:
         return [
             (shape.copies, shape.rows, shape.columns, shape.group)
             for shape in list_rank_shapes(arch, moe, tp, ep)
         ]
-    rank, targets = adapted.adapter_rank, find_adapter_targets(arch, adapted)
+    targets, rank, use_dora = adapters
     # peft's lora_A, lora_B, and DoRA's lora_magnitude_vector.
     shapes = []
     for target, (out, inner) in arch.layer_linears(find_first_layer(arch, moe)):
         if target in targets:
             shapes += [(1, rank, inner, "adapter"), (1, out, rank, "adapter")]
-            shapes += [(1, out, 1, "adapter")] * adapted.use_dora
+            shapes += [(1, out, 1, "adapter")] * use_dora
     return shapes
 
 
 @lru_cache(maxsize=4096)
 def _compute_adafactor_working(
-    arch: Architecture, adapted: Recipe | None, kind: _OptimizerKind, part: _RankPart
+    arch: Architecture, adapters: Adapters | None, kind: _OptimizerKind, part: _RankPart
 ) -> int:
     """Return Adafactor's temporaries: an update is still alive while the next one is computed.
 
     Source: the loop in ``torch/optim/_adafactor.py``.
     """
-    outer = [] if adapted else list_outer_tensors(arch, part.tp, part.is_first, part.is_last)
+    outer = [] if adapters else list_outer_tensors(arch, part.tp, part.is_first, part.is_last)
     sizes = {group: kind.width * rows * columns for group, rows, columns in outer if columns > 1}
     most = 0
     for moe, layers in _count_layers_by_kind(part):
         # Vectors are a separate group, after the matrices.
         inner = [
             _compute_shard_state(kind, part.ep, part.num_shards, shape).working
-            for shape in _list_trained_shapes(arch, adapted, moe, part.tp, part.ep)
+            for shape in _list_trained_shapes(arch, adapters, moe, part.tp, part.ep)
             if shape[2] > 1
         ]
         # The largest sum of two consecutive updates: inside of a layer, from one layer to the next, from the

@@ -17,7 +17,7 @@ from shardscope.core.ops import (
 from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import find_family
-from shardscope.memory.state.lora import count_layer_adapters
+from shardscope.memory.state.lora import Adapters, count_layer_adapters, find_adapters
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
@@ -187,11 +187,12 @@ def count_stage_weights(plan: Plan, shape: StageShape, vocab_multiple: int = 1) 
     weights = _count_trained_stage(
         plan.architecture, degrees.tp, degrees.ep, num_shards, vocab_multiple, *shape
     )
-    if not plan.recipe.has_adapters:
+    adapters = find_adapters(plan.architecture, plan.recipe)
+    if adapters is None:
         return weights
     kinds = count_by_kind(plan.architecture, shape.num_layers, shape.num_moe_layers)
-    adapters, adapters_shard = _count_adapters(plan, kinds, num_shards)
-    return weights._replace(trainable=adapters, trainable_shard=adapters_shard, adapters=adapters)
+    total, shard = _count_adapters(plan, adapters, kinds, num_shards)
+    return weights._replace(trainable=total, trainable_shard=shard, adapters=total)
 
 
 @cache_by_numbers
@@ -242,12 +243,14 @@ def _count_trained_stage(
     )
 
 
-def _count_adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tuple[int, int]:
+def _count_adapters(
+    plan: Plan, adapters: Adapters, kinds: list[tuple[bool, int]], num_shards: int
+) -> tuple[int, int]:
     """Return adapter weights of a stage, and one rank's shard of them."""
-    arch, recipe, tp = plan.architecture, plan.recipe, plan.degrees.tp
+    arch, tp = plan.architecture, plan.degrees.tp
     total = shard = 0
     for moe, layers in kinds:
-        in_layer, in_shard = map_distinct(partial(count_layer_adapters, arch, recipe, moe), num_shards)
+        in_layer, in_shard = map_distinct(partial(count_layer_adapters, arch, adapters, moe), num_shards)
         total += layers * ceil_div(in_layer, tp)
         shard += layers * ceil_div(in_shard, tp)
     return total, shard

@@ -34,7 +34,6 @@ from shardscope.frameworks.deepspeed.memory.partition_parameters import (
     FP64,
     RankTensors,
     find_largest_sub_group,
-    get_adapters,
     list_tensors,
     sum_partitions,
 )
@@ -61,6 +60,7 @@ from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import 
 )
 from shardscope.memory.activations.modules.attention import find_window_layers
 from shardscope.memory.report import Term
+from shardscope.memory.state.lora import Adapters, find_adapters
 from shardscope.memory.state.stages import (
     Stage,
 )
@@ -223,7 +223,7 @@ class _Settings(NamedTuple):
     """Properties that all plans of one array have in common."""
 
     arch: Architecture
-    adapters: Recipe | None
+    adapters: Adapters | None
     stage: int
     half: int
     overlaps: bool
@@ -246,7 +246,7 @@ def _get_settings(arch: Architecture, recipe: Recipe, layout: ZeroLayout, *, on_
     recomputes_layers = layout.stage == 3 and recipe.recompute in ("full", "selective")
     return _Settings(
         arch,
-        get_adapters(recipe),
+        find_adapters(arch, recipe),
         layout.stage,
         half,
         bool(layout.overlap_comm),

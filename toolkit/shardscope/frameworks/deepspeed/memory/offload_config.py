@@ -14,7 +14,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.ops import ceil_div, map_distinct, maximum, where
 from shardscope.core.precision import FP32
 from shardscope.frameworks.deepspeed.layout import find_largest_tensor, get_layout
-from shardscope.frameworks.deepspeed.memory.partition_parameters import get_adapters, list_tensors
+from shardscope.frameworks.deepspeed.memory.partition_parameters import list_tensors
 from shardscope.frameworks.deepspeed.memory.partitioned_optimizer_swapper import count_optimizer_bytes
 from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import (
     NvmeOptions,
@@ -24,12 +24,12 @@ from shardscope.frameworks.deepspeed.memory.partitioned_param_swapper import (
 )
 from shardscope.frameworks.deepspeed.memory.zero_optimizer_stage_1_and_2 import is_reduced_late
 from shardscope.memory.report import Term, choose_term, zero_term
+from shardscope.memory.state.lora import Adapters, find_adapters
 from shardscope.memory.state.optimizers import compute_flat_state
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.core.recipe import Recipe
     from shardscope.frameworks.deepspeed.memory.element_counts import RankCounts
     from shardscope.memory.activations.stage_activations import StageBackward
     from shardscope.memory.state.stages import Stage
@@ -300,7 +300,7 @@ def count_nvme_bytes(plan: Plan, stage: Stage) -> NvmeBytes:
     count = partial(
         _count_nvme_bytes,
         plan.architecture,
-        get_adapters(recipe),
+        find_adapters(plan.architecture, recipe),
         get_nvme_options(layout, recipe),
         compute_flat_state(recipe.optimizer, 1),
         layout.offload_optimizer_buffer_count,
@@ -312,7 +312,7 @@ def count_nvme_bytes(plan: Plan, stage: Stage) -> NvmeBytes:
 @lru_cache(maxsize=1024)
 def _count_nvme_bytes(
     arch: Architecture,
-    adapters: Recipe | None,
+    adapters: Adapters | None,
     options: NvmeOptions,
     moment_bytes: int,
     num_buffers: int,

@@ -21,14 +21,13 @@ from shardscope.families.parameter_names import (
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import find_family
 from shardscope.frameworks.deepspeed.memory.partition_parameters import split_norms
-from shardscope.memory.state.lora import find_adapter_targets
+from shardscope.memory.state.lora import Adapters
 from shardscope.memory.state.stages import EMBEDDING_GROUPS, list_outer_tensors, list_rank_shapes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardscope.core.architecture import Architecture
-    from shardscope.core.recipe import Recipe
 
 
 # ---- Call trees of modules
@@ -73,7 +72,7 @@ def _mark_attention(call: ModuleCall) -> ModuleCall:
 
 
 @lru_cache(maxsize=512)
-def build_layer_call(arch: Architecture, adapters: Recipe | None, moe: bool, is_first: bool) -> ModuleCall:
+def build_layer_call(arch: Architecture, adapters: Adapters | None, moe: bool, is_first: bool) -> ModuleCall:
     """Return the call tree of one decoder layer.
 
     With frozen embeddings no gradient reaches the modules of the first layer (``is_first``) before its first
@@ -117,7 +116,7 @@ def build_layer_call(arch: Architecture, adapters: Recipe | None, moe: bool, is_
     return ModuleCall((), (*before, attention_call, *between, mlp_call, *behind))
 
 
-def _build_leaf(arch: Architecture, adapters: Recipe | None, feed_forward: list[list[int]]) -> ModuleCall:
+def _build_leaf(arch: Architecture, adapters: Adapters | None, feed_forward: list[list[int]]) -> ModuleCall:
     """Return the call of a feed-forward that is a ZeRO-3 leaf, without hooks inside."""
     if find_family(arch).registers_router_last:
         # The router is registered after the experts, and so all-gathered after them.
@@ -131,14 +130,14 @@ def _build_leaf(arch: Architecture, adapters: Recipe | None, feed_forward: list[
 
 
 def _module_call_builder(
-    arch: Architecture, adapters: Recipe | None, moe: bool, modules: dict[str, list[int]], is_first: bool
+    arch: Architecture, adapters: Adapters | None, moe: bool, modules: dict[str, list[int]], is_first: bool
 ) -> Callable[[str], ModuleCall]:
     """Return a function that builds the call of a module from its path, to be used in forward order.
 
     It tracks the first adapter, which gradients start from; attention and a parallel feed-forward that reads
     the same input have one each.
     """
-    targets = find_adapter_targets(arch, adapters) if adapters else ()
+    targets = adapters.targets if adapters else ()
     # GPT-2 has two projections of one name, c_proj: in order, each path of a name has the next shape.
     linears: dict[str, list[tuple[int, int]]] = {}
     for linear, shape in arch.layer_linears(find_first_layer(arch, moe)):
@@ -183,7 +182,7 @@ def _module_call_builder(
             )
         output_size, input_size = linears[name].pop(0)
         before_adapters[is_parallel_branch] = False
-        lora_a, lora_b = (adapters.adapter_rank * size for size in (input_size, output_size))
+        lora_a, lora_b = (adapters.rank * size for size in (input_size, output_size))
         base = ModuleCall(params, (), False, saved_views, reaches_input, is_feed_forward)
         return ModuleCall((), (base, NO_PARAMS, ModuleCall((lora_a,)), ModuleCall((lora_b,))))
 
@@ -273,7 +272,7 @@ class TracedModel(NamedTuple):
     """Model whose modules run, with the tensor sizes outside of decoder layers, in elements."""
 
     architecture: Architecture
-    adapters: Recipe | None
+    adapters: Adapters | None
     dense_layers: int
     moe_layers: int
     embeddings: tuple[int, ...]
@@ -283,7 +282,7 @@ class TracedModel(NamedTuple):
 
 
 def build_traced_model(
-    arch: Architecture, adapters: Recipe | None, dense_layers: int, moe_layers: int
+    arch: Architecture, adapters: Adapters | None, dense_layers: int, moe_layers: int
 ) -> TracedModel:
     """Return the model with its tensors outside of decoder layers, none of them sharded by AutoTP."""
     outer = list_outer_tensors(arch, 1, True, True)

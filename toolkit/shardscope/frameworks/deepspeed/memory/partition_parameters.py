@@ -16,7 +16,7 @@ from shardscope.families.parameter_names import list_parameter_names
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.families.registry import find_family
 from shardscope.frameworks.deepspeed.layout import get_layout
-from shardscope.memory.state.lora import find_adapter_targets
+from shardscope.memory.state.lora import Adapters, find_adapters
 from shardscope.memory.state.stages import EMBEDDING_GROUPS, list_outer_tensors, list_rank_shapes
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.core.recipe import Recipe
     from shardscope.memory.state.stages import RankShape, Stage
 
 _Number = TypeVar("_Number", bound=int)
@@ -98,17 +97,12 @@ def shards_tied_head(arch: Architecture) -> bool:
     return arch.tie_word_embeddings and not find_family(arch).has_own_embedding_class
 
 
-def get_adapters(recipe: Recipe) -> Recipe | None:
-    """Return the recipe if it trains adapters, else None: recipes of full training have the same tensors."""
-    return recipe if recipe.has_adapters else None
-
-
 def list_stage_tensors(plan: Plan, stage: Stage) -> RankTensors:
     """Return the tensors of one rank of ``stage``."""
     degrees, moe_layers = plan.degrees, stage.num_moe_layers
     return list_tensors(
         plan.architecture,
-        get_adapters(plan.recipe),
+        find_adapters(plan.architecture, plan.recipe),
         degrees.tp,
         degrees.ep,
         stage.num_layers - moe_layers,
@@ -121,7 +115,7 @@ def list_stage_tensors(plan: Plan, stage: Stage) -> RankTensors:
 @lru_cache(maxsize=1024)
 def list_tensors(
     arch: Architecture,
-    adapters: Recipe | None,
+    adapters: Adapters | None,
     tp: int,
     ep: int,
     dense_layers: int,
@@ -129,7 +123,7 @@ def list_tensors(
     is_first: int,
     is_last: int,
 ) -> RankTensors:
-    """Return the tensors of one rank of a stage, given its layers; ``adapters`` is a recipe with adapters."""
+    """Return the tensors of one rank of a stage, given its layers."""
     # AutoTP shards an embedding only if it is tied to the head.
     first = list_outer_tensors(arch, tp if shards_tied_head(arch) else 1, is_first, is_last)
     last = list_outer_tensors(arch, tp, is_first, is_last)
@@ -141,7 +135,7 @@ def list_tensors(
 @lru_cache(maxsize=512)
 def _list_tensors(
     arch: Architecture,
-    adapters: Recipe | None,
+    adapters: Adapters | None,
     tp: int,
     ep: int,
     dense_layers: int,
@@ -198,7 +192,7 @@ def _list_tensors(
 
 @lru_cache(maxsize=512)
 def _list_layer_tensors(
-    arch: Architecture, adapters: Recipe | None, moe: bool, tp: int, ep: int
+    arch: Architecture, adapters: Adapters | None, moe: bool, tp: int, ep: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return trained, expert and frozen tensors of a decoder layer, and all of them in the order of use."""
     shapes = list_rank_shapes(arch, moe, tp, ep)
@@ -210,7 +204,7 @@ def _list_layer_tensors(
         trained = tuple(size for group, size in sizes if not (has_expert_group and group == "experts"))
         experts = _list_experts([shape for shape in shapes if has_expert_group and shape.group == "experts"])
         return trained, experts, (), used
-    rank, targets = adapters.adapter_rank, find_adapter_targets(arch, adapters)
+    targets, rank, _ = adapters
     adapter_sizes: list[int] = []
     for target, (outputs, inputs) in arch.layer_linears(find_first_layer(arch, moe)):
         if target in targets:
@@ -372,7 +366,7 @@ def count_secondary_partitions(plan: Plan) -> SecondaryPartitions:
     arch, ranks = plan.architecture, plan.degrees.data_parallel
     moe_layers = arch.num_moe_layers
     dense_layers = arch.num_hidden_layers - moe_layers
-    tensors = list_tensors(arch, get_adapters(plan.recipe), 1, 1, dense_layers, moe_layers, 1, 1)
+    tensors = list_tensors(arch, find_adapters(arch, plan.recipe), 1, 1, dense_layers, moe_layers, 1, 1)
     # Persistent parameters are never released, so nothing is all-gathered again from a secondary partition.
     threshold = layout.stage3_param_persistence_threshold
     not_persistent = tuple(size for size in tensors.trained if size > threshold)

@@ -29,13 +29,12 @@ from shardscope.core.precision import widths
 from shardscope.families.parameter_shapes import find_first_layer
 from shardscope.frameworks.fsdp2.layout import get_layout
 from shardscope.frameworks.fsdp2.memory.quantized import count_saved_elements
-from shardscope.memory.state.lora import count_layer_adapters, find_adapter_targets
+from shardscope.memory.state.lora import Adapters, count_layer_adapters, find_adapters
 from shardscope.memory.state.stages import count_layer_shard, list_rank_shapes
 
 if TYPE_CHECKING:
     from shardscope.core.architecture import Architecture
     from shardscope.core.plan import Plan
-    from shardscope.core.recipe import Recipe
     from shardscope.memory.state.stages import Stage
 
 
@@ -163,8 +162,7 @@ class _GroupOptions(NamedTuple):
     arch: Architecture
     precision: str
     base_quantization: str | None
-    adapter_recipe: Recipe | None
-    """The recipe, if it has adapters."""
+    adapters: Adapters | None
     reshard_after_forward: bool | int
     offload: str | None
 
@@ -176,7 +174,7 @@ def compute_groups(plan: Plan, stage: Stage) -> StageGroups:
         plan.architecture,
         recipe.precision,
         recipe.base_quantization,
-        recipe if recipe.has_adapters else None,
+        find_adapters(plan.architecture, recipe),
         layout.reshard_after_forward,
         layout.offload,
     )
@@ -213,7 +211,7 @@ def _compute_stage_groups(
 ) -> StageGroups:
     """Return the groups of a stage; ``reduces_each``: whether each of several micro-batches reduces."""
     arch, width = options.arch, widths[options.precision]
-    trains_root = options.adapter_recipe is None
+    trains_root = options.adapters is None
     # Shards are padded, so the whole is the ranks' number of shards, a little more than the weights.
     root = width.compute * ranks * edge_shard
     # Gradients are cast to the reduction type when they are copied into this.
@@ -247,7 +245,7 @@ def _compute_stage_groups(
 
 def _compute_group(options: _GroupOptions, moe: bool, tp: int, ep: int, ranks: int) -> GroupBuffers:
     """Return the buffers of one layer's group, dense or with routed experts; zeros if the model has none."""
-    arch, recipe = options.arch, options.adapter_recipe
+    arch, adapters = options.arch, options.adapters
     if arch.num_moe_layers == (0 if moe else arch.num_hidden_layers):
         return _NO_GROUP
     width = widths[options.precision]
@@ -255,26 +253,26 @@ def _compute_group(options: _GroupOptions, moe: bool, tp: int, ep: int, ranks: i
     # Elements of the layer on one rank: padded shards, and unsharded ones that get gradients.
     shard = map_distinct(partial(count_layer_shard, arch, moe), tp, ep, ranks)
     base = shard.dense_padded + shard.experts_padded
-    adapters, trained_unsharded = 0, shard.dense + shard.experts
+    adapter_shard, trained_unsharded = 0, shard.dense + shard.experts
     if options.base_quantization is not None:
         # Elements of the storage type, each of which packs several 4-bit weights.
         base = base - map_distinct(partial(count_saved_elements, arch, moe, width.compute), ranks)
-    if recipe is not None:
-        adapters_on_shard = map_distinct(partial(count_layer_adapters, arch, recipe, moe), ranks)[1]
-        adapters = ceil_div(adapters_on_shard, tp)
-        trained_unsharded = ceil_div(count_layer_adapters(arch, recipe, moe)[0], tp)
-    trained = base if recipe is None else adapters
-    parameters = width.compute * ranks * (base + adapters)
+    if adapters is not None:
+        adapters_on_shard = map_distinct(partial(count_layer_adapters, arch, adapters, moe), ranks)[1]
+        adapter_shard = ceil_div(adapters_on_shard, tp)
+        trained_unsharded = ceil_div(count_layer_adapters(arch, adapters, moe)[0], tp)
+    trained = base if adapters is None else adapter_shard
+    parameters = width.compute * ranks * (base + adapter_shard)
 
     # An all-gather's input is a copy only if it is cast, or comes from the host.
     is_cast = width.compute != width.original
     all_gather_input = is_cast * width.compute * trained
     if options.offload == "cpu":
-        all_gather_input = width.compute * (base + adapters)
+        all_gather_input = width.compute * (base + adapter_shard)
     # A group of one rank has no all-gather: wait_for_unshard casts and copies tensor by tensor.
     casts_on_one_rank = 0
     if is_cast and any_true(ranks == 1):
-        count_casts = partial(_count_cast_elements, arch, recipe, moe)
+        count_casts = partial(_count_cast_elements, arch, adapters, moe)
         casts_on_one_rank = width.compute * map_distinct(count_casts, tp, ep)
 
     # reshard_after_forward: True frees all, False nothing, a number keeps 1/number of the parameters.
@@ -296,9 +294,7 @@ def _compute_group(options: _GroupOptions, moe: bool, tp: int, ep: int, ranks: i
 
 
 @lru_cache(maxsize=1024)
-def _count_cast_elements(
-    arch: Architecture, adapter_recipe: Recipe | None, moe: bool, tp: int, ep: int
-) -> int:
+def _count_cast_elements(arch: Architecture, adapters: Adapters | None, moe: bool, tp: int, ep: int) -> int:
     """Return the most temporary elements while a single rank casts a layer's parameters, tensor by tensor.
 
     Each cast is copied into a new parameter tensor, and freed once the next cast exists
@@ -307,7 +303,7 @@ def _count_cast_elements(
     # Two maxima a tensor: its cast with the previous one, which the loop variable still references; and its
     # cast with the copy of it. The copies are the parameters themselves, which are counted elsewhere.
     copied = largest = previous_cast = 0
-    for numel, is_trained in _list_tensors(arch, adapter_recipe, moe, tp, ep):
+    for numel, is_trained in _list_tensors(arch, adapters, moe, tp, ep):
         cast_numel = is_trained * numel
         largest = max(largest, copied + previous_cast + cast_numel)
         copied += numel
@@ -317,22 +313,21 @@ def _count_cast_elements(
 
 
 def _list_tensors(
-    arch: Architecture, adapter_recipe: Recipe | None, moe: bool, tp: int, ep: int
+    arch: Architecture, adapters: Adapters | None, moe: bool, tp: int, ep: int
 ) -> list[tuple[int, bool]]:
     """Return (elements, whether trainable) of a layer's tensors in order, adapters after their Linear."""
     tensors = []
     linears = list(arch.layer_linears(find_first_layer(arch, moe)))
-    targets = find_adapter_targets(arch, adapter_recipe) if adapter_recipe else ()
+    targets = adapters.targets if adapters else ()
     for shape in list_rank_shapes(arch, moe, tp, ep):
-        tensors.append((shape.copies * shape.rows * shape.columns, adapter_recipe is None))
+        tensors.append((shape.copies * shape.rows * shape.columns, adapters is None))
         # peft adds lora_A and lora_B to the Linear, so they follow its weight in named_parameters().
         module, _, kind = shape.name.rpartition(".")
         target = module.rpartition(".")[2]
         # GPT-2 has two projections of one name, c_proj: in order, each name has the next shape.
         position = next((at for at, (name, _) in enumerate(linears) if name == target), None)
-        if adapter_recipe and kind == "weight" and target in targets and position is not None:
+        if adapters and kind == "weight" and target in targets and position is not None:
             out, inner = linears.pop(position)[1]
-            rank = adapter_recipe.adapter_rank
-            tensors += [(ceil_div(rank * size, tp), True) for size in (inner, out)]
-            tensors += [(out, True)] * adapter_recipe.use_dora
+            tensors += [(ceil_div(adapters.rank * size, tp), True) for size in (inner, out)]
+            tensors += [(out, True)] * adapters.use_dora
     return tensors
