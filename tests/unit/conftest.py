@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -30,6 +31,18 @@ def no_ray_of_this_machine(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setattr(schedulers, "RAY_ADDRESS_FILE", Path("/nonexistent"))
+
+
+@pytest.fixture(autouse=True)
+def no_loop_of_a_browser() -> Iterator[None]:
+    """Hide the event loop of Playwright, which counts as running between browser tests of the same process.
+
+    It calls nothing meanwhile: what a view asks it to do later would never be done, and keep the view alive.
+    """
+    loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    yield
+    asyncio._set_running_loop(loop)
 
 
 class _ImportAsRehearsals(MetaPathFinder):
