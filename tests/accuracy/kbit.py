@@ -13,6 +13,7 @@ from shardscope import Plan
 from shardscope.core.precision import FP32, HALF
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
+from shardscope.memory.activations.rank_activations import RankActivations
 from shardscope.memory.report import Component, PhaseMemory, Term
 from shardscope.memory.state.quantization import compute_frozen_base_bytes
 from shardscope.prediction.memory import compute_phases as moments_of
@@ -30,7 +31,7 @@ def kbit_training(plan: Plan, moments: Iterable[PhaseMemory]) -> tuple[PhaseMemo
     more = compute_frozen_base_bytes(plan, stage, FP32) - compute_frozen_base_bytes(plan, stage, HALF)
     copy = HALF * stage.head
     results = []
-    theirs = moments_of(plan, wide, stage, model.compute_training_state(plan, stage))
+    theirs = moments_of(RankActivations(plan, wide), stage, model.compute_training_state(plan, stage))
     for moment in sorted(theirs, key=lambda moment: moment.fraction):
         parts = moment.components
         changes: dict[Component, int] = {
