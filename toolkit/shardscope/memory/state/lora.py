@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 
 
 class Adapters(NamedTuple):
-    """What the tensors of a recipe's adapters depend on, so that formulas are cached for many recipes."""
+    """Low-rank adapters of a recipe.
+
+    Formulas take these, not the recipe: recipes that differ in nothing else share cached results.
+    """
 
     targets: tuple[str, ...]
     """Names of the adapted projections."""
     rank: int
+    """Columns of B and rows of A."""
     use_dora: bool
+    """Whether each adapted matrix has a trained magnitude per row (Liu et al. 2024)."""
 
 
 def find_adapters(architecture: Architecture, recipe: Recipe) -> Adapters | None:
