@@ -173,29 +173,28 @@ def _build_profile(arch: Architecture, pp: int, vpp: int, number: int, micro_bat
     layers = count_chunk_layers(arch, pp, vpp, number)
     micro_batches_in_flight = [0] * vpp
     dense = moe = first = chunks = 0
-    forward: list[InFlight] = []
-    head: list[InFlight] = []
-    backward: list[InFlight] = []
-    last: list[InFlight] = []
+    # Sets of plain tuples in the order of InFlight: most steps repeat, and few are kept.
+    forward: set[tuple[int, int, int, int]] = set()
+    head: set[tuple[int, int, int, int]] = set()
+    backward: set[tuple[int, int, int, int]] = set()
+    last: set[tuple[int, int, int, int]] = set()
     schedule: Schedule = "1f1b" if vpp == 1 else "interleaved"
     for is_forward, chunk, _ in iterate_passes(schedule, pp, vpp, number, micro_batches):
         chunk_dense, chunk_moe = layers[chunk]
         if is_forward:
             micro_batches_in_flight[chunk] += 1
             dense, moe = dense + chunk_dense, moe + chunk_moe
-            forward.append(InFlight(dense, moe, chunk_dense, chunk_moe))
-            if chunk == vpp - 1:
-                head.append(forward[-1])
+            (head if chunk == vpp - 1 else forward).add((dense, moe, chunk_dense, chunk_moe))
             continue
         if not chunks:
             first, chunks = micro_batches_in_flight[0], sum(micro_batches_in_flight)
-        backward.append(InFlight(dense, moe, chunk_dense, chunk_moe))
+        backward.add((dense, moe, chunk_dense, chunk_moe))
         micro_batches_in_flight[chunk] -= 1
         dense, moe = dense - chunk_dense, moe - chunk_moe
         if chunk == 0:
-            last.append(InFlight(dense, moe, 0, chunk_moe))
+            last.add((dense, moe, 0, chunk_moe))
     return ScheduleProfile(
-        _drop_dominated(forward),
+        _drop_dominated(forward | head),
         _drop_dominated(head),
         _drop_dominated(backward),
         _drop_dominated(last),
@@ -204,8 +203,8 @@ def _build_profile(arch: Architecture, pp: int, vpp: int, number: int, micro_bat
     )
 
 
-def _drop_dominated(steps: list[InFlight]) -> tuple[InFlight, ...]:
-    """Drop the steps that another step dominates.
+def _drop_dominated(steps: set[tuple[int, int, int, int]]) -> tuple[InFlight, ...]:
+    """Drop the steps that another step dominates. ``steps`` have the fields of :class:`InFlight`.
 
     A step dominates another if its chunk has the same layers and no fewer layers of either kind are in
     flight.
@@ -213,11 +212,11 @@ def _drop_dominated(steps: list[InFlight]) -> tuple[InFlight, ...]:
     most_moe: dict[tuple[int, int], int] = {}
     dominant: list[InFlight] = []
     # In descending order a step is dominated if one before it has no fewer layers with experts.
-    for step in sorted(set(steps), reverse=True):
-        chunk = step[2:]
-        if step.moe > most_moe.get(chunk, -1):
-            most_moe[chunk] = step.moe
-            dominant.append(step)
+    for step in sorted(steps, reverse=True):
+        chunk, moe = step[2:], step[1]
+        if moe > most_moe.get(chunk, -1):
+            most_moe[chunk] = moe
+            dominant.append(InFlight._make(step))
     return tuple(dominant)
 
 
