@@ -87,6 +87,21 @@ def test_column_arithmetic_equals_row_arithmetic(table: Any, steps: list[tuple[s
         if operation != "parts":  # divided numbers would not stay whole
             values.append(one_by_one)
             found.append(many)
+        if place == 9:
+            rows.drop_unused_results()
+
+
+def test_results_that_are_read_again_are_not_dropped() -> None:
+    rows = Rows([np.arange(5)])
+    column: Any = rows.build_column(1, np.arange(5))
+    total, product = column + 7, column * 7
+    rows.drop_unused_results()
+    assert column + 7 is total  # read again, so kept
+    rows.drop_unused_results()
+    assert column + 7 is total
+    again = column * 7
+    assert again is not product
+    assert rows.expand(again).tolist() == rows.expand(product).tolist()
 
 
 @settings(max_examples=examples(50), deadline=None)

@@ -136,7 +136,7 @@ def _sort_by_settings(ranking: Ranking, rows: NDArray[np.int64], default: Layout
 
 
 def _count_changed_options(candidates: Candidates, default: Layout) -> int:
-    names = [name for name in default.__dataclass_fields__ if name not in candidates.table.columns]
+    names = [name for name in default.__dataclass_fields__ if name not in candidates.part.columns]
     return sum(getattr(candidates.layout, name) != getattr(default, name) for name in names)
 
 

@@ -16,7 +16,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.frameworks.search_grid import MICRO_BATCH_SIZE, Columns, Grid, select_rows
 from shardscope.prediction.batch.deduplicate import find_distinct
 from shardscope.prediction.batch.object_batch import build_batch
-from shardscope.prediction.batch.table import Table, split_columns
+from shardscope.prediction.batch.table import GridPart, split_columns
 from shardscope.prediction.support import check_supported, list_supported
 
 if TYPE_CHECKING:
@@ -36,23 +36,24 @@ class Candidates:
     """Common fields of the layouts."""
     recipe: Recipe
     """Common fields of the recipes: all but the micro-batch."""
-    table: Table
+    part: GridPart
+    """Their numbers. Several candidates may share them."""
 
     @property
     def num_plans(self) -> int:
         """Return the number of plans."""
-        return self.table.num_plans
+        return self.part.num_plans
 
     def build_plan(self, cluster: Cluster, row: int) -> Plan:
         """Return the plan of a row, created and checked like any other plan."""
         # Columns that are not layout fields (data_parallel, sequences_at_once) follow from the others.
-        numbers = {name: int(column[row]) for name, column in self.table.columns.items()}
+        numbers = {name: int(column[row]) for name, column in self.part.columns.items()}
         layout_fields = self.layout.__dataclass_fields__
         layout = replace(
             self.layout, **{name: number for name, number in numbers.items() if name in layout_fields}
         )
         recipe = replace(self.recipe, micro_batch_size=numbers[MICRO_BATCH_SIZE])
-        return Plan(self.table.architecture, cluster, recipe, layout)
+        return Plan(self.part.architecture, cluster, recipe, layout)
 
 
 def list_candidates(
@@ -72,7 +73,7 @@ def list_candidates(
     # identity.
     framework = frameworks[name]
     grids = framework.build_grids(arch, cluster, recipe)
-    tables: dict[tuple[int, ...], list[Table]] = {}
+    parts: dict[int, list[GridPart]] = {}
     if micro_batch_sizes is not None:
         grids = _with_micro_batches(grids, micro_batch_sizes)
     runnable = _Supported(arch, cluster)
@@ -97,24 +98,25 @@ def list_candidates(
             columns = runnable.select_supported(grid.columns, again, layout)
             if not len(columns[MICRO_BATCH_SIZE]):
                 continue
-            # 3. One table for all recipes and layouts of the same rows: stages and weights are computed once
-            # for all.
-            if (id(columns),) not in tables:
+            # 3. The same parts for all recipes and layouts of the same rows: stages and weights are computed
+            # once for all.
+            if id(columns) not in parts:
                 model = framework.memory_model()
-                tables[id(columns),] = [
-                    Table(arch, layout, model, recipe, piece) for piece in split_columns(arch, model, columns)
+                parts[id(columns)] = [
+                    GridPart(arch, layout, model, recipe, piece)
+                    for piece in split_columns(arch, model, columns)
                 ]
-            for table in tables[id(columns),]:
-                yield Candidates(layout=layout, recipe=again, table=table)
+            for part in parts[id(columns)]:
+                yield Candidates(layout=layout, recipe=again, part=part)
 
 
-def group_by_table(candidates: Sequence[Candidates]) -> list[list[int]]:
-    """Return the indices of all candidates, grouped by table: those of one table share most numbers."""
-    # By identity, because Table defines no equality.
-    tables: dict[int, list[int]] = {}
+def group_by_part(candidates: Sequence[Candidates]) -> list[list[int]]:
+    """Return the indices of all candidates, grouped by part: those of one part share most numbers."""
+    # By identity, because arrays are not comparable.
+    parts: dict[int, list[int]] = {}
     for index, one in enumerate(candidates):
-        tables.setdefault(id(one.table), []).append(index)
-    return list(tables.values())
+        parts.setdefault(id(one.part), []).append(index)
+    return list(parts.values())
 
 
 def _with_micro_batches(grids: list[Grid], sizes: Sequence[int]) -> list[Grid]:

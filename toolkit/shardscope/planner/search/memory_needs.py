@@ -15,6 +15,7 @@ from shardscope.memory.activations.forward import find_modules
 from shardscope.planner.memory_needs import WHILE_BUILT
 from shardscope.prediction.batch.memory import StageBytes, compute_stage_bytes
 from shardscope.prediction.batch.object_batch import build_batch
+from shardscope.prediction.batch.table import Table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
     from shardscope.core.layout import Layout
     from shardscope.core.recipe import Recipe
-    from shardscope.prediction.batch.table import Table
 
 
 class Needs(NamedTuple):
@@ -78,13 +78,29 @@ def compute_needs(
     building: NDArray[np.int64],
 ) -> Needs:
     """Return the needs of the plans of ``table``, from the bytes of the ranks of its stages."""
-    # 1. GPU memory: the worst stage of each plan.
+    # GPU memory: the worst stage of each plan.
     peak = table.find_largest(table.rows.expand(stage_bytes.peak, np.int64))
-    if recipe.recompute == "offload" and _shares_nodes(table, cluster):
-        # The number of micro-batches in flight depends on the stage, and a node has several stages.
-        table = table.with_every_stage()
+    if not (recipe.recompute == "offload" and _shares_nodes(table, cluster)):
+        return _sum_over_nodes(table, cluster, recipe, stage_bytes, peak, building)
+    # The number of micro-batches in flight depends on the stage, and a node has several stages.
+    table = Table(table.part, every_stage=True)
+    try:
         plans = table.build_plans(cluster, recipe, layout)
         stage_bytes = compute_stage_bytes(plans, find_modules(plans), table.count_weights(plans, layout))
+        return _sum_over_nodes(table, cluster, recipe, stage_bytes, peak, building)
+    finally:
+        table.rows.clear_results()
+
+
+def _sum_over_nodes(
+    table: Table,
+    cluster: Cluster,
+    recipe: Recipe,
+    stage_bytes: StageBytes,
+    peak: NDArray[np.int64],
+    building: NDArray[np.int64],
+) -> Needs:
+    """Return the needs of the plans: those of the fullest node beside ``peak``."""
     nvme = (
         _sum_over_node(table, cluster, table.rows.expand(stage_bytes.nvme, np.int64))
         if _is_some(stage_bytes.nvme)

@@ -355,7 +355,7 @@ class Ranking:
         # Cached by name, because the order and the tables read the same few columns again.
         values = self._columns.get(name)
         if values is None:
-            parts = [one.table.columns.get(name, np.ones(one.num_plans, np.int64)) for one in self.candidates]
+            parts = [one.part.columns.get(name, np.ones(one.num_plans, np.int64)) for one in self.candidates]
             values = np.concatenate(parts) if parts else np.zeros(0, np.int64)
             self._columns[name] = values
         return values

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from shardscope.core.recipe import Recipe
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.frameworks.registry import list_layout_names
 from shardscope.memory.activations.forward import find_modules
-from shardscope.planner.search.candidates import Candidates, group_by_table, list_candidates
+from shardscope.planner.search.candidates import Candidates, group_by_part, list_candidates
 from shardscope.planner.search.memory_needs import (
     Needs,
     compute_building_bytes,
@@ -30,6 +31,7 @@ from shardscope.planner.search.memory_needs import (
 from shardscope.planner.search.ranking import Ranking, concatenate_needs
 from shardscope.planner.search.step_times import compute_step_times
 from shardscope.prediction.batch.memory import compute_stage_bytes
+from shardscope.prediction.batch.table import Table
 from shardscope.prediction.support import check_sequence, check_targets
 from shardscope.timing.calibration.curves import select_rates
 from shardscope.timing.layers import PEAKS
@@ -194,26 +196,33 @@ def rank_candidates(
     rooms = list_rooms(cluster, headroom_bytes)
     memory: dict[int, Needs] = {}
     step_seconds: dict[int, NDArray[np.float64]] = {}
-    for indices in group_by_table(candidates):
-        table, name = candidates[indices[0]].table, candidates[indices[0]].layout.framework
+    for indices in group_by_part(candidates):
+        table, name = Table(candidates[indices[0]].part), candidates[indices[0]].layout.framework
         # 1. The memory of all plans.
-        for index in indices:
-            done += candidates[index].num_plans
-            try:
-                memory[index] = compute_needs_of_candidates(candidates[index], cluster)
-            except FieldError as refusal:
-                # A Plan can be created, but there are no formulas for it.
-                refused[name] = str(refusal)
-                continue
-            _report_progress(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+        for _, with_equal in groupby(indices, key=lambda index: candidates[index].recipe.recompute):
+            for index in with_equal:
+                done += candidates[index].num_plans
+                try:
+                    memory[index] = compute_needs_of_candidates(table, candidates[index], cluster)
+                except FieldError as refusal:
+                    # A Plan can be created, but there are no formulas for it.
+                    refused[name] = str(refusal)
+                    continue
+                _report_progress(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+            # What does not depend on recomputation was used, and stays.
+            table.rows.drop_unused_results()
         table.rows.clear_results()
         # 2. The step of those that fit: on thousands of GPUs most plans do not.
         group = [index for index in indices if index in memory]
         if not group:
             continue
         fitting = [find_fitting(memory[index].compute_lacks(rooms)) for index in group]
+        every_plan = table if np.logical_or.reduce(fitting).all() else None
+        del table  # freed before the smaller one of the fitting plans is created
         try:
-            computed = compute_step_times([candidates[index] for index in group], fitting, cluster)
+            computed = compute_step_times(
+                [candidates[index] for index in group], fitting, cluster, every_plan
+            )
         except FieldError as refusal:
             refused[name] = str(refusal)
             continue
@@ -252,12 +261,12 @@ def _find_other_recipe(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Rec
     return replace(recipe, global_batch_size=max(1, round(recipe.global_batch_size / at_once)) * at_once)
 
 
-def compute_needs_of_candidates(candidates: Candidates, cluster: Cluster) -> Needs:
-    """Return the needs of the candidates' plans, from the formulas of one plan.
+def compute_needs_of_candidates(table: Table, candidates: Candidates, cluster: Cluster) -> Needs:
+    """Return the needs of the candidates' plans, which are those of ``table``, from the formulas of one plan.
 
     Raises ``ValueError`` if there are no formulas for them.
     """
-    table, recipe, layout = candidates.table, candidates.recipe, candidates.layout
+    recipe, layout = candidates.recipe, candidates.layout
     plans = table.build_plans(cluster, recipe, layout)
     stage_bytes = compute_stage_bytes(plans, find_modules(plans), table.count_weights(plans, layout))
     building = compute_building_bytes(table, cluster, recipe, layout)

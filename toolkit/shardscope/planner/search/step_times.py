@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardscope.planner.search.candidates import Candidates, group_by_table
+from shardscope.planner.search.candidates import Candidates, group_by_part
 from shardscope.prediction.batch.step import compute_step_seconds
+from shardscope.prediction.batch.table import Table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,20 +18,24 @@ if TYPE_CHECKING:
 
 
 def compute_step_times(
-    group: Sequence[Candidates], wanted: Sequence[NDArray[np.bool_]], cluster: Cluster
+    group: Sequence[Candidates],
+    wanted: Sequence[NDArray[np.bool_]],
+    cluster: Cluster,
+    table: Table | None = None,
 ) -> list[NDArray[np.float64]]:
     """Return the step seconds of each candidate's plans, shape ``(num_plans,)``; NaN for some not wanted.
 
-    ``group`` has candidates of one table, ``wanted`` a mask of the plans of each. Raises ``ValueError`` that
-    names an unknown figure.
+    ``group`` has candidates of one part, ``wanted`` a mask of the plans of each. ``table`` has all plans of
+    the part, if it exists. Raises ``ValueError`` that names an unknown figure.
     """
-    table = group[0].table
-    step_seconds = [np.full(table.num_plans, np.nan) for _ in group]
+    part = group[0].part
+    step_seconds = [np.full(part.num_plans, np.nan) for _ in group]
     # One smaller table for all candidates: most plans of a large grid fit with none of them.
     is_wanted = np.logical_or.reduce(wanted)
     if not is_wanted.any():
         return step_seconds
-    smaller = table.select_plans(is_wanted)
+    if table is None or not is_wanted.all():
+        table = Table(part.select_plans(is_wanted))
     try:
         for one, mask, seconds in zip(group, wanted, step_seconds, strict=True):
             if not mask.any():
@@ -40,11 +45,11 @@ def compute_step_times(
                 for row in np.flatnonzero(mask):
                     seconds[row] = one.build_plan(cluster, int(row)).step().seconds
                 continue
-            plans = smaller.build_plans(cluster, one.recipe, one.layout)
-            weights = smaller.count_weights(plans, one.layout)
-            seconds[is_wanted] = compute_step_seconds(smaller, plans, weights)
+            plans = table.build_plans(cluster, one.recipe, one.layout)
+            weights = table.count_weights(plans, one.layout)
+            seconds[is_wanted] = compute_step_seconds(table, plans, weights)
     finally:
-        smaller.rows.clear_results()
+        table.rows.clear_results()
     return step_seconds
 
 
@@ -62,7 +67,7 @@ def complete_step_seconds(
     masks = np.split(wanted, ends[:-1])
     # Views: writing into them fills the array.
     outputs = np.split(step_seconds, ends[:-1])
-    for indices in group_by_table(candidates):
+    for indices in group_by_part(candidates):
         group = [candidates[index] for index in indices]
         computed = compute_step_times(group, [masks[index] for index in indices], cluster)
         for index, seconds in zip(indices, computed, strict=True):

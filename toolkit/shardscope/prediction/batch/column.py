@@ -94,7 +94,7 @@ class Column(Array):
     def call_cached(function: Callable[[*Ts], T], *values: *Ts) -> T:
         """Return ``function(*values)``, from the cache if it was called with the same columns and numbers."""
         rows, key = build_cache_key(function, values)
-        result = rows.results.get(key)
+        result = rows.results.find(key)
         if result is None:
             result = rows.results[key] = function(*values)
         return cast("T", result)
@@ -105,7 +105,7 @@ class Column(Array):
         A product of two degrees, for example, has fewer distinct values than the degrees have combinations.
         """
         key = Column.group_equal, self.number
-        grouped = self.rows.columns.get(key)
+        grouped = self.rows.columns.find(key)
         if grouped is None:
             keys, first = self.rows.regroup(self.keys, encode_values(self.values)[0])
             grouped = self.rows.columns[key] = Column(self.rows, keys, self.values[first])
@@ -241,7 +241,7 @@ _select = cast("ArrayFunction", np.where)
 def compute_jointly(function: np.ufunc | ArrayFunction, *values: object) -> Column:
     """Return ``function`` of the values, computed over the distinct rows of all columns among them."""
     rows, key = build_cache_key(function, values)
-    result = rows.columns.get(key)
+    result = rows.columns.find(key)
     if result is None:
         keys = join_keys(values)
         array = function(*(expand_operand(rows, keys, value) for value in values))
@@ -288,12 +288,12 @@ def compute(ufunc: np.ufunc, left: Column, right: Operand) -> Column:
     if not isinstance(right, Column):
         # The class is part of the key, as in :func:`build_cache_key`.
         key = ufunc, left.number, right.__class__, right
-        result = rows.columns.get(key)
+        result = rows.columns.find(key)
         if result is None:
             result = rows.columns[key] = Column(rows, left.keys, ufunc(left.values, right))
         return result
     pair = ufunc, left.number, right.number
-    result = rows.columns.get(pair)
+    result = rows.columns.find(pair)
     if result is None:
         result = rows.columns[pair] = _compute_binary(ufunc, left, right)
     return result
@@ -328,7 +328,7 @@ def _expand_values(column: Column, keys: int, indices: NDArray[np.int64] | None)
 
 def _compute_unary(ufunc: np.ufunc, column: Column) -> Column:
     key = ufunc, column.number
-    result = column.rows.columns.get(key)
+    result = column.rows.columns.find(key)
     if result is None:
         result = column.rows.columns[key] = Column(column.rows, column.keys, ufunc(column.values))
     return result

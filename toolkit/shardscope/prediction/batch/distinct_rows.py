@@ -47,7 +47,7 @@ def map_distinct(function: Callable[[*Ts], T], *numbers: *Ts) -> T:
     rows, key = build_cache_key(ArgumentRows, numbers)
     function_key = _build_function_key(function)
     if function_key is not None:
-        known = rows.results.get((function_key, *key))
+        known = rows.results.find((function_key, *key))
         if known is not None:
             return cast("T", known)
     arguments = rows.argument_rows.get(key)
@@ -61,7 +61,7 @@ def map_distinct(function: Callable[[*Ts], T], *numbers: *Ts) -> T:
         # types are part of it, because 1, 1.0 and True compare equal.
         fields = chain.from_iterable(result if isinstance(result, tuple) else (result,) for result in results)
         key = (*key, *results, *map(type, fields))
-    result = rows.results.get(key)
+    result = rows.results.find(key)
     if result is None:
         result = rows.results[key] = _build_columns(rows, arguments, results)
     return cast("T", result)

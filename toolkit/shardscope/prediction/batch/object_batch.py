@@ -33,7 +33,9 @@ class ObjectBatch:
             assert member.fget is not None
             value = member.fget(self)
         elif isinstance(member, FunctionType):
-            value = member.__get__(self)
+            # Not stored: a bound method refers to this object, which would be freed, with its columns, by the
+            # garbage collector only.
+            return member.__get__(self)
         else:
             value = getattr(self._like, name)
         self.__dict__[name] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
@@ -15,8 +15,37 @@ if TYPE_CHECKING:
 
     from shardscope.prediction.batch.distinct_rows import ArgumentRows
 
+T = TypeVar("T")
 Indices: TypeAlias = "NDArray[np.int64] | None"
 """For each distinct row of one key set, the index of the distinct row of another; None for the identity."""
+
+
+class Results(dict[CacheKey, T]):
+    """Computed results by operation and operands, of which those that are no longer read can be dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unread: dict[CacheKey, T] = {}
+        """Results that have not been read since the last :meth:`drop_unread`."""
+
+    def find(self, key: CacheKey) -> T | None:
+        """Return a result; None if it is not known."""
+        result = self.get(key)
+        if result is None:
+            result = self._unread.pop(key, None)
+            if result is not None:
+                self[key] = result
+        return result
+
+    def drop_unread(self) -> None:
+        """Drop the results that were neither computed nor read since the last call."""
+        self._unread = dict(self)
+        super().clear()
+
+    def clear(self) -> None:
+        """Drop all results."""
+        super().clear()
+        self._unread.clear()
 
 
 class Rows:
@@ -48,9 +77,9 @@ class Rows:
         # Bits in ascending order: keys of groups first, since :meth:`_combine` tests for them by a mask.
         for bit, (codes, base) in enumerate(zip((*keys_of_groups, *keys), bases, strict=True)):
             self._add_grouping(1 << bit, Grouping(find_distinct(codes, int(codes.max()) + 1), base))
-        self.columns: dict[CacheKey, Column] = {}
+        self.columns: Results[Column] = Results()
         """Cache of columns by operation and operands (``column.build_cache_key``)."""
-        self.results: dict[CacheKey, object] = {}
+        self.results: Results[object] = Results()
         """Cache of function results (``Column.call_cached``, ``map_distinct``) by function and arguments."""
         self.argument_rows: dict[CacheKey, ArgumentRows] = {}
         """Cache of the distinct argument rows of function calls (``distinct_rows.py``), by arguments."""
@@ -81,6 +110,11 @@ class Rows:
         # A plain number keeps what depends on it alone out of the columns.
         is_constant = len(values) and (values == values[0]).all()
         return values[0].item() if is_constant else cast("int", Column(self, keys, values))
+
+    def drop_unused_results(self) -> None:
+        """Drop the results that were neither computed nor read since the last call."""
+        self.columns.drop_unread()
+        self.results.drop_unread()
 
     def clear_results(self) -> None:
         """Clear the caches of results to free memory; later calls recompute them."""

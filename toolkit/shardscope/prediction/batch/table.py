@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -35,25 +35,40 @@ FEW_ROWS = 2000
 """Up to this number of rows, deduplication costs more time than it saves."""
 
 
-class Table:
-    """Plans of one grid: one plan per row of :attr:`columns`, in :attr:`rows` one row per plan and kind of
-    pipeline stage."""
+class GridPart(NamedTuple):
+    """Plans of one grid that formulas can compute together, in a :class:`Table`."""
 
-    def __init__(
-        self,
-        arch: Architecture,
-        layout: Layout,
-        model: MemoryModel,
-        recipe: Recipe,
-        columns: Columns,
-        *,
-        every_stage: bool = False,
-    ) -> None:
-        self.architecture, self.columns, self._model = arch, columns, model
-        self._build_table = partial(Table, arch, layout, model, recipe)
-        self.with_every_stage = partial(self._build_table, columns, every_stage=True)
-        """Constructor of a table of the same plans with one row per pipeline stage."""
-        self.num_plans = len(columns[MICRO_BATCH_SIZE])
+    architecture: Architecture
+    layout: Layout
+    """Common fields of the layouts."""
+    model: MemoryModel
+    recipe: Recipe
+    """Common fields of the recipes."""
+    columns: Columns
+    """One row per plan."""
+
+    @property
+    def num_plans(self) -> int:
+        """Return the number of plans."""
+        return len(self.columns[MICRO_BATCH_SIZE])
+
+    def select_plans(self, wanted: NDArray[np.bool_]) -> GridPart:
+        """Return the plans of a mask, shape ``(num_plans,)``."""
+        return self._replace(columns=select_rows(self.columns, wanted))
+
+
+class Table:
+    """Plans while they are evaluated: one plan per row of :attr:`columns`, in :attr:`rows` one row per plan
+    and kind of pipeline stage.
+
+    A table of a large grid takes tens of MiB, so that it is created for an evaluation and not kept.
+    """
+
+    def __init__(self, part: GridPart, *, every_stage: bool = False) -> None:
+        """``every_stage``: one row per pipeline stage, of equal ones too."""
+        arch, layout, model, recipe, columns = part
+        self.part, self.architecture, self.columns, self._model = part, arch, columns, model
+        self.num_plans = part.num_plans
         self.host_memory: dict[Layout, NDArray[np.int64]] = {}
         """Host memory while models are built, independent of recomputation (``search/memory_needs.py``)."""
         self._stage_weights: dict[Layout, Stage] = {}
@@ -130,10 +145,6 @@ class Table:
         """Shapes of the stages, as columns."""
         keys = self._bits["position"] | self._bits.get("pp", 0) | self._bits.get("vpp", 0)
         return StageShape._make(self.rows.build_column(keys, column) for column in self._shapes.T)
-
-    def select_plans(self, wanted: NDArray[np.bool_]) -> Table:
-        """Return a table of the plans of a mask, shape ``(num_plans,)``; this table if all are wanted."""
-        return self if wanted.all() else self._build_table(select_rows(self.columns, wanted))
 
     def get_number(self, name: str) -> int:
         """Return a field of the layouts as a column, or as a number if all plans have the same."""
