@@ -33,6 +33,7 @@ from shardscope.frameworks.megatron.files.read_architecture import (
     read_architecture,
     read_sizes,
 )
+from shardscope.frameworks.megatron.files.shell_script import SCRIPTS, read_script_arguments
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 from shardscope.machine.user_folders import expand_home
@@ -102,7 +103,7 @@ COSTLY = frozenset({
     *("num-distributed-optimizer-instances", "rampup-batch-size", "fp8-param-gather", "fp8-recipe"),
     *("no-gradient-accumulation-fusion", "attention-softmax-in-fp32", "no-rope-fusion", "squared-relu"),
     *("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-masked-softmax-fusion", "cuda-graph-impl"),
-    *("enable-cuda-graph",),
+    *("enable-cuda-graph", "step-batch-size-schedule"),
     *("external-cuda-graph", "delay-wgrad-compute", "defer-embedding-wgrad-compute", "hybrid-layer-pattern"),
     *("overlap-moe-expert-parallel-comm", "experimental-attention-variant", "moe-shared-expert-overlap"),
     *("moe-pad-expert-input-to-capacity", "cp-comm-type", "hierarchical-context-parallel-sizes"),
@@ -190,7 +191,11 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
     )
     if is_path:
         file = expand_home(str(arguments))
-        return _parse_arguments(file.name, _split_lines(file.name, read_text(str(arguments)))), file
+        text = read_text(str(arguments))
+        if file.suffix.lower() not in SCRIPTS or text.lstrip().startswith("--"):
+            return _parse_arguments(file.name, _split_lines(file.name, text)), file
+        words = read_script_arguments(file.name, text, ALONE)
+        return _parse_arguments(file.name, [(0, word) for word in words]), file
     if isinstance(arguments, str):
         arguments = arguments.replace("\r\n", "\n")
         try:
@@ -244,11 +249,16 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
         while not has_value and index < len(arguments) and not arguments[index][1].startswith("--"):
             flag_arguments.append(arguments[index][1])
             index += 1
-        if flag in values:
-            raise ValueError(f"{where}, --{flag}: this flag is given twice; keep one.")
+        parsed = _parse_value(where, flag, flag_arguments)
+        if flag in values and parsed == values[flag]:
+            continue
+        # argparse takes the last of two; of a flag that the plan needs, the author may have meant the other.
+        if flag in values and flag in READ:
+            allowed = f"given once: it has been {values[flag]!r} before"
+            refuse(f"{where}, --{flag}", parsed, allowed, f"one of the two --{flag}")
         if line:
             lines[(flag,)] = line
-        values[flag] = _parse_value(where, flag, flag_arguments)
+        values[flag] = parsed
         # Megatron-LM has hundreds of flags; an unknown one is an error only if it looks misspelled.
         if flag in REPLACED:
             allowed = f"--{REPLACED[flag]}, which has replaced it"
@@ -259,6 +269,7 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
             near = near or [name for name in READ if _is_abbreviation(flag, name)]
             if near:
                 refuse(f"{where}, --{flag}: this flag", flag, f"--{near[0]} and others", f"--{near[0]}")
+            unread = [entry for entry in unread if entry[0] != flag]
             if " ".join(flag_arguments) != UNREAD_DEFAULTS.get(flag):
                 unread.append((flag, f"--{flag}" + (f" (line {line})" if line else "")))
     return Document(name=name, values=values, lines=lines, costly_keys=COSTLY, _unread=unread)
@@ -472,17 +483,14 @@ def _list_stages(plan: Plan, first: int | None, last: int | None) -> list[int] |
 # ---- Megatron-LM's older flag for the model chunks of a pipeline stage: layers per chunk
 
 
-SAME = "num-virtual-stages-per-pipeline-rank"
-"""The newer flag, in chunks; Megatron-LM accepts only one of the two (megatron/training/arguments.py)."""
-
-
 def count_model_chunks(document: Document, architecture: Architecture, pp: int) -> int:
     """Return the model chunks of a stage by Megatron-LM's rule (validate_args): both divisions are exact.
 
-    Embedding and loss are included in the sum if they count as layers.
+    Embedding and loss are included in the sum if they count as layers. The newer flag is in chunks, and
+    Megatron-LM accepts only one of the two (megatron/training/arguments.py).
     """
-    if document.get(SAME) is not None:
-        document.refuse((CHUNK,), f"not set with --{SAME}", "leave it out")
+    if document.get(DEGREES["vpp"]) is not None:
+        document.refuse((CHUNK,), f"not set with --{DEGREES['vpp']}", "leave it out")
     size = document.read_number(CHUNK, low=1, high=2**20) or 1
     layers = architecture.num_hidden_layers + sum(bool(document.get(flag)) for flag in COUNTED_ENDS)
     per_stage = layers // pp
