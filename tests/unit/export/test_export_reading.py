@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from tests.requirements import examples, needs
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.frameworks.deepspeed.files import config_keys
+from shardscope.frameworks.deepspeed.layout import ZeroLayout
 
 needs("accelerate")  # which brings PyYAML
 
@@ -125,6 +127,34 @@ def test_reads_the_output_of_accelerate_config(tmp_path: Path) -> None:
     plan = from_fsdp(tmp_path, recipe=ss.Recipe(seq_len=2048))
     assert plan.layout == ss.Layout.fsdp2(reshard_after_forward=False)
     assert plan.recipe == ss.Recipe(seq_len=2048, recompute="full", precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("key", ["tp", "cp", "dp_replicate"])
+def test_missing_shard_size_is_accelerates_default(key: str, tmp_path: Path) -> None:
+    """It is 1, and accelerate stops unless the product is the number of processes."""
+    from accelerate import ParallelismConfig
+
+    assert ParallelismConfig(**{f"{key}_size": 2}).total_size == 2
+    mesh = f"parallelism_config:\n  parallelism_config_{key}_size: "
+    with pytest.raises(FieldError, match=r"line 25, .*dp_shard_size is None; allowed: 4.*Nearest fix: 4"):
+        from_fsdp(tmp_path, f"{FSDP}{mesh}2\n")
+    if key == "cp":
+        assert from_fsdp(tmp_path, f"{FSDP}{mesh}8\n").layout.cp == 8
+
+
+def test_sub_groups_of_size_0_are_those_of_size_1(tmp_path: Path) -> None:
+    """DeepSpeed ends a sub-group at the first parameter that reaches the size; axolotl's files have 0."""
+    zero = {**ZERO["zero_optimization"], "sub_group_size": 0, "max_live_parameters": 0}
+    zero.pop("stage3_max_live_parameters", None)
+    layout = from_zero(tmp_path, {**ZERO, "zero_optimization": zero}).layout
+    assert isinstance(layout, ZeroLayout)
+    assert (layout.sub_group_size, layout.stage3_max_live_parameters) == (1, 0)
+
+
+@pytest.mark.parametrize("text", ["base_model: x\nfsdp_config:\n  offload_params: true\n", "stage: sft\n"])
+def test_yaml_of_another_tool_is_named_as_such(text: str, tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"no key of accelerate config.*accelerate launch --config_file"):
+        from_fsdp(tmp_path, text)
 
 
 def test_reads_accelerate_parallelism_config(tmp_path: Path) -> None:
@@ -676,6 +706,7 @@ def test_megatron_turns_sequence_parallelism_off_without_tensor_parallelism(tmp_
         ("", True),
         ("--moe-layer-freq 1", True),
         ("--moe-layer-freq '([1]*32)'", True),
+        ("--moe-layer-freq [1]*30+[1,1]", True),
         ("--moe-layer-freq 2", False),
     ],
 )
@@ -693,6 +724,39 @@ def test_every_layer_has_experts_by_megatrons_default(frequency: str, is_read: b
         return
     with pytest.raises(ValueError, match=r"moe-layer-freq is '\(\[1\]\*1\+\[0\]\*1.*\[1\]\*32"):
         from_megatron(tmp_path, text, architecture=mixtral)
+
+
+def test_megatron_ignores_the_width_of_heads_with_latent_attention(tmp_path: Path) -> None:
+    """NVIDIA's own arguments of DeepSeek-V3 have --kv-channels 128; its config.json has no such width."""
+    plan = ss.Plan(
+        ss.models["deepseek-v2-lite"], EIGHT, ss.Recipe(global_batch_size=64), ss.Layout.megatron(ep=8)
+    )
+    plan.export(tmp_path)
+    text = (tmp_path / "megatron_arguments.txt").read_text()
+    changed = re.sub(r"--kv-channels \d+", "--kv-channels 128", text)
+    changed = re.sub(r"--moe-layer-freq \(?'?\(?([^\s()']+)\)?'?", r"--moe-layer-freq \1", changed)
+    assert changed != text
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    assert from_megatron(folder, changed, architecture=plan.architecture).layout == plan.layout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--weight-decay 0.1 --weight-decay 0.01", ""),
+        ("--use-distributed-optimizer --seq-length 8192", ""),
+        ("--seq-length 2048", r"seq-length is 2048; allowed: given once: it has been 8192 before"),
+    ],
+)
+def test_megatron_flag_that_is_given_twice(flags: str, message: str, tmp_path: Path) -> None:
+    """As scripts do that add the flags of several lists. argparse takes the last of two."""
+    text = MEGATRON.replace("--lr 3e-4", f"--lr 3e-4 {flags}")
+    if message:
+        with pytest.raises(FieldError, match=message):
+            from_megatron(tmp_path, text, architecture=LLAMA)
+        return
+    assert from_megatron(tmp_path, text, architecture=LLAMA) == from_megatron(tmp_path, architecture=LLAMA)
 
 
 @pytest.mark.parametrize(("is_grouped", "ep"), [(True, 4), (False, 4), (False, 8)])
@@ -949,7 +1013,12 @@ def test_edited_config_files_have_priority_over_plan_json(
         (
             "fsdp_version: 2",
             "fsdp_version: 2\n  fsdp_sharding_strategy: SHARD_GRAD_OP",
-            "reshard_after_forward: false",
+            "Nearest fix: leave it out",
+        ),
+        (
+            "fsdp_version: 2",
+            "fsdp_version: 2\n  fsdp_sharding_strategy: FULL_SHARD",
+            "reshard_after_forward: true",
         ),
         ("fsdp_version: 2", "fsdp_vresion: 2", r"line 13, fsdp_config.fsdp_vresion.*'fsdp_version'"),
         ("num_processes: 8", "num_processes: 4", r"line 18, num_processes is 4; allowed: 8"),
@@ -1033,8 +1102,8 @@ def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(
         ("--num-layers 32 \\", "--num-layers", r"line 1, --num-layers.*one value"),
         (
             "--num-layers 32 \\",
-            "--num-layers 32\n--num-layers 32",
-            r"line 2, --num-layers: this flag is given twice",
+            "--num-layers 32\n--num-layers 31",
+            r"line 2, --num-layers is 31; allowed: given once",
         ),
         ("--num-layers 32 \\", "num-layers 32", r"line 1, 'num-layers'"),
         ("--swiglu", "--swiglu yes", r"line 10, --swiglu"),
