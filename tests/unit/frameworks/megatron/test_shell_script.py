@@ -121,10 +121,24 @@ def test_variable_that_the_script_does_not_set_is_named(tmp_path: Path) -> None:
     file = tmp_path / "train.sh"
     text = "torchrun pretrain_gpt.py $EXTRA --tensor-model-parallel-size ${TP} --bf16 ${MORE} "
     file.write_text(text + "--micro-batch-size 1 --global-batch-size 16")
-    with pytest.raises(
-        ValueError, match=r"tensor-model-parallel-size is '\$\{TP\}'; allowed: a whole number"
-    ):
+    with pytest.raises(ValueError, match=r"--tensor-model-parallel-size is '\$\{TP\}'; allowed: a value"):
         ss.Plan.from_megatron(file, architecture=ss.models["llama-3.1-8b"], cluster=SIXTEEN)
+
+
+def test_condition_on_an_argument_of_the_script_is_unknown() -> None:
+    """Neither "$2" != false nor "$2" = true holds: whoever starts the script gives it."""
+    text = """OFFLOAD=${2}
+if [ $OFFLOAD != false ]; then
+    OPTIONS="--optimizer-cpu-offload"
+elif [ -z "$2" ]; then
+    OPTIONS="--use-megatron-fsdp"
+fi
+[ -n "$NOT_SET" ] || OPTIONS="$OPTIONS --bf16"
+torchrun pretrain_gpt.py --micro-batch-size 1 $OPTIONS
+"""
+    assert "--optimizer-cpu-offload" not in read_script_arguments("train.sh", text)
+    assert "--use-megatron-fsdp" not in read_script_arguments("train.sh", text)
+    assert read_script_arguments("train.sh", text)[-1] == "--bf16"
 
 
 @pytest.mark.parametrize(

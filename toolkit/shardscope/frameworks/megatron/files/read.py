@@ -33,7 +33,7 @@ from shardscope.frameworks.megatron.files.read_architecture import (
     read_architecture,
     read_sizes,
 )
-from shardscope.frameworks.megatron.files.shell_script import SCRIPTS, read_script_arguments
+from shardscope.frameworks.megatron.files.shell_script import SCRIPTS, UNSET, read_script_arguments
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 from shardscope.machine.user_folders import expand_home
@@ -60,21 +60,20 @@ SWITCHES = {
     "tp_comm_overlap": "tp-comm-overlap",
 }
 TYPES = {
-    "exp_avg_dtype": "exp-avg-dtype",
-    "exp_avg_sq_dtype": "exp-avg-sq-dtype",
-    "cross_entropy_fusion_impl": "cross-entropy-fusion-impl",
+    flag.replace("-", "_"): flag
+    for flag in ("exp-avg-dtype", "exp-avg-sq-dtype", "cross-entropy-fusion-impl")
 }
 SIZES = {
     "seq_len": "seq-length",
-    "micro_batch_size": "micro-batch-size",
-    "global_batch_size": "global-batch-size",
+    **{flag.replace("-", "_"): flag for flag in ("micro-batch-size", "global-batch-size")},
 }
 REFUSED = {
     "optimizer-cpu-offload": "plans have no optimizer state on the host for Megatron",
     "fp4-format": "plans have no training in 4 bits; --fp8-format hybrid trains in 8",
-    "use-megatron-fsdp": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
-    "use-custom-fsdp": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
-    "use-torch-fsdp2": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    **dict.fromkeys(
+        ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2"),
+        "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    ),
     "pipeline-model-parallel-layout": "plans have the pipeline splits of the other flags",
     "cpu-offloading-num-layers": "plans have no activations on the host for Megatron",
 }
@@ -295,12 +294,15 @@ def _parse_value(where: str, flag: str, flag_arguments: list[str]) -> object:
         )
     if flag in ALONE:
         return True
+    value = flag_arguments[0]
+    if UNSET.fullmatch(value):
+        refuse(f"{where}, --{flag}", value, "a value, which the script does not set", f"--{flag} VALUE")
     for number_type in (int, float):
         try:
-            return number_type(flag_arguments[0])
+            return number_type(value)
         except ValueError:
             continue
-    return flag_arguments[0]
+    return value
 
 
 # ---- Recipe and layout

@@ -33,6 +33,8 @@ PLAIN = re.compile(r"[A-Za-z_]\w*|[\d@*#?$!-]")
 WITHOUT_SPECIAL = re.compile(r"[^\\'\"`$]+")
 UNSET = re.compile(r"\$[{(].*|`.*", re.DOTALL)
 """A text that is only a variable which the script does not set, or the output of a command."""
+FROM_OUTSIDE = re.compile(r"\$\{\d+\}|\$\(|`")
+"""What only the caller of the script or another program knows; other variables may just be empty."""
 REDIRECTION = re.compile(r"(?:\d*|&)[<>]+&?(.*)", re.DOTALL)
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 LEADING = ("then", "do", "{", "}", "time", "exec", "!")
@@ -262,7 +264,10 @@ class _Script:
         if words[:1] == ["!"]:
             holds = self._test(words[1:])
             return None if holds is None else not holds
-        texts = [UNSET.sub("", self._expand_text(word)) for word in words]
+        expanded = [self._expand_text(word) for word in words]
+        if any(FROM_OUTSIDE.search(text) for text in expanded):
+            return None
+        texts = [UNSET.sub("", text) for text in expanded]
         match texts:
             case ["-n" | "-z" as test, text]:
                 return bool(text) == (test == "-n")
