@@ -482,9 +482,6 @@ def _list_stages(plan: Plan, first: int | None, last: int | None) -> list[int] |
     return [*([first] if first else []), *equal, *([last] if last else [])]
 
 
-# ---- Megatron-LM's older flag for the model chunks of a pipeline stage: layers per chunk
-
-
 def count_model_chunks(document: Document, architecture: Architecture, pp: int) -> int:
     """Return the model chunks of a stage by Megatron-LM's rule (validate_args): both divisions are exact.
 
