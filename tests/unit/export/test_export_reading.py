@@ -726,8 +726,8 @@ def test_every_layer_has_experts_by_megatrons_default(frequency: str, is_read: b
         from_megatron(tmp_path, text, architecture=mixtral)
 
 
-def test_megatron_ignores_the_width_of_heads_with_latent_attention(tmp_path: Path) -> None:
-    """NVIDIA's own arguments of DeepSeek-V3 have --kv-channels 128; its config.json has no such width."""
+def test_reads_nvidias_flags_of_latent_attention_and_experts(tmp_path: Path) -> None:
+    """Those of DeepSeek-V3: Megatron-LM ignores the width of heads, and reads lists without brackets."""
     plan = ss.Plan(
         ss.models["deepseek-v2-lite"], EIGHT, ss.Recipe(global_batch_size=64), ss.Layout.megatron(ep=8)
     )
@@ -736,6 +736,7 @@ def test_megatron_ignores_the_width_of_heads_with_latent_attention(tmp_path: Pat
     changed = re.sub(r"--kv-channels \d+", "--kv-channels 128", text)
     changed = re.sub(r"--moe-layer-freq \(?'?\(?([^\s()']+)\)?'?", r"--moe-layer-freq \1", changed)
     assert changed != text
+    changed += "\n--moe-router-pre-softmax\n"
     folder = tmp_path / "alone"
     folder.mkdir()
     assert from_megatron(folder, changed, architecture=plan.architecture).layout == plan.layout

@@ -86,6 +86,9 @@ def read_architecture(document: Document, parts: PlanParts, flag_values: FileFie
         # own (megatron-core, multi_latent_attention.py).
         if flag == "num-query-groups" and not document.get("group-query-attention"):
             continue
+        # The order of softmax and top-k, which is in NVIDIA's arguments of DeepSeek-V3, changes no size.
+        if flag == "moe-router-pre-softmax" and value is True and "num-experts" in shape:
+            continue
         if flag == "kv-channels" and parts.architecture.latent_attention is not None and parts.layout is None:
             continue
         default = _find_default(flag, document, parts.architecture) if value is None else None
