@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.requirements import examples
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.frameworks.megatron.files.shell_script import read_script_arguments
 
 SIXTEEN = ss.Cluster.parse("2x8xh100-sxm-80gb")
@@ -125,6 +130,9 @@ def test_variable_that_the_script_does_not_set_is_named(tmp_path: Path) -> None:
         ss.Plan.from_megatron(file, architecture=ss.models["llama-3.1-8b"], cluster=SIXTEEN)
 
 
+LONG = 'A="' + "x" * 50_000 + '"\n'
+
+
 def test_condition_on_an_argument_of_the_script_is_unknown() -> None:
     """Neither "$2" != false nor "$2" = true holds: whoever starts the script gives it."""
     text = """OFFLOAD=${2}
@@ -148,9 +156,21 @@ torchrun pretrain_gpt.py --micro-batch-size 1 $OPTIONS
         ("source model.sh\ntorchrun pretrain_gpt.py $MODEL_ARGS\n", "a script that calls pretrain_gpt.py"),
         ("A='x\ntorchrun pretrain_gpt.py --bf16\n", "Nearest fix: a closing '"),
         ("A=" + "$(" * 2000 + "\n", "Nearest fix: a closing"),
-        ('A="' + "x" * 50_000 + '"\nB="$A$A$A"\ntorchrun pretrain_gpt.py $B --bf16\n', "100,000 characters"),
+        (LONG + 'B="$A$A$A"\ntorchrun pretrain_gpt.py $B --bf16\n', "100,000 characters"),
+        (LONG + "torchrun pretrain_gpt.py --bf16 " + "$A " * 100_000, "100,000 characters"),
+        (LONG + "B=(" + "$A " * 100_000 + ")\n", "100,000 characters"),
+        (LONG + 'torchrun pretrain_gpt.py "' + "$A" * 100_000 + '"\n', "100,000 characters"),
     ],
-    ids=["model only", "other file", "quote", "nested", "long"],
+    ids=[
+        "model only",
+        "other file",
+        "quote",
+        "nested",
+        "long value",
+        "long command",
+        "long list",
+        "long word",
+    ],
 )
 def test_script_without_readable_arguments_raises(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -160,3 +180,46 @@ def test_script_without_readable_arguments_raises(text: str, message: str) -> No
 def test_texts_that_run_themselves_end() -> None:
     script = """CMD='eval "$CMD"; eval "$CMD"; python x.py'\neval "$CMD"\n"""
     assert read_script_arguments("train.sh", script + "torchrun pretrain_gpt.py --bf16") == ["--bf16"]
+
+
+TOKENS = [
+    *(
+        "if",
+        "[",
+        "[[",
+        "]",
+        "]]",
+        "then",
+        "else",
+        "elif",
+        "fi",
+        "for",
+        "in",
+        "do",
+        "done",
+        "case",
+        "esac",
+        "!",
+    ),
+    *("-n", "=", "&&", "||", "|", ">", ";", "(", ")", "{", "}", "'", "`", "#", "\\", "cat", "<<EOF", "EOF"),
+    *("eval", "x.py", "--bf16", "A=", "A+=(", "$(", "${", "$((", "))", "$((1+", "$A", "${A[@]}", "${A:-x}"),
+    *('"${A[@]}"', '"', "\n", "\\\n", " "),
+]
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(st.sampled_from(TOKENS), max_size=40))
+def test_any_script_is_read_or_raises_a_value_error(tokens: list[str]) -> None:
+    for text in (" ".join(tokens), "".join(tokens)):
+        try:
+            read_script_arguments("train.sh", text)
+        except FieldError as error:
+            assert "train.sh" in str(error)
+
+
+def test_deeply_nested_conditions_take_no_time() -> None:
+    start = time.perf_counter()
+    text = "if [ a = a ]; then\n" * 20_000 + "[ " + "a || " * 20_000 + "] && torchrun x.py --bf16\n"
+    with pytest.raises(FieldError):
+        read_script_arguments("train.sh", text)
+    assert time.perf_counter() - start < 10  # It took minutes, or ended in a RecursionError.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import dropwhile, takewhile
 
 from shardscope.core.errors import refuse
 
@@ -99,7 +100,7 @@ class _Script:
         self.commands: list[list[str]] = []
         """Words of each command that starts a .py file."""
         self.branches: list[tuple[bool, bool]] = []
-        """For each open ``if``: whether this branch runs, and whether one has."""
+        """For each open ``if``: whether this branch runs, as those around it, and whether one has."""
         self.num_texts = 0
 
     def run(self, text: str) -> None:
@@ -182,19 +183,18 @@ class _Script:
 
     def _follow(self, words: list[str]) -> None:
         """Follow one statement: a condition, assignments, or a command."""
-        while words and words[0] in LEADING:
-            words = words[1:]
+        words = list(dropwhile(LEADING.__contains__, words))
         if not words:
             return
         first, *rest = words
-        is_running = all(runs for runs, _ in self.branches)
+        is_running = not self.branches or self.branches[-1][0]
         if first in ("if", "while", "until"):
             holds = is_running and first != "until" and self._test(rest) is True
             self.branches.append((holds, holds))
         elif first == "for":
             if is_running and len(rest) > 2 and rest[1] == "in":
                 self.values[rest[0]] = self._expand(rest[2])[:1]
-            self.branches.append((True, True))
+            self.branches.append((is_running, True))
         elif first == "case":
             self.branches.append((False, True))
         elif first in ("fi", "done", "esac"):
@@ -203,7 +203,8 @@ class _Script:
         elif first in ("else", "elif"):
             if self.branches:
                 _, has_run = self.branches.pop()
-                runs = not has_run and (first == "else" or self._test(rest) is True)
+                is_open = not has_run and (not self.branches or self.branches[-1][0])
+                runs = is_open and (first == "else" or self._test(rest) is True)
                 self.branches.append((runs, has_run or runs))
             if first == "else":
                 self._follow(rest)
@@ -222,12 +223,11 @@ class _Script:
     def _follow_command(self, words: list[str]) -> None:
         if words[0] in DECLARING:
             words = [word for word in words[1:] if not word.startswith("-")]
-        while words and (match := ASSIGNMENT.fullmatch(words[0])):
-            self._assign(*match.groups())
-            words = words[1:]
-        if not words:
-            return
-        expanded = [field for word in _drop_redirections(words) for field in self._expand(word)]
+        num_assigned = 0
+        for match in takewhile(bool, map(ASSIGNMENT.fullmatch, words)):
+            self._assign(*match.groups())  # type: ignore[union-attr]
+            num_assigned += 1
+        expanded = self._expand_all(_drop_redirections(words[num_assigned:]))
         if not expanded or expanded[0] in ("echo", "printf"):
             return
         if expanded[0] == "eval":
@@ -244,25 +244,24 @@ class _Script:
         previous = self.values.get(name, []) if adds else []
         if value.startswith("("):
             items = [word for words in self._split_statements(value[1:-1]) for word in words]
-            fields = previous + [field for item in items for field in self._expand(item)]
+            fields = previous + self._expand_all(items)
         else:
             fields = ["".join(previous[:1]) + self._expand_text(value)]
-        if sum(map(len, fields)) > MAX_CHARACTERS:
-            refuse(self.name, f"{name}=...", f"values of {MAX_CHARACTERS:,} characters", "fewer")
+        self._check_size(f"{name}=...", sum(map(len, fields)))
         self.values[name] = fields
 
     def _test(self, words: list[str]) -> bool | None:
         """Return whether a condition holds; None if only a shell knows."""
-        for separator in ("||", "&&"):
-            if separator in words:
-                index = words.index(separator)
-                sides = (self._test(words[:index]), self._test(words[index + 1 :]))
-                if separator == "||":
-                    return True if True in sides else None if None in sides else False
-                return False if False in sides else None if None in sides else True
+        alternatives: list[bool | None] = []
+        for sides in _split(words, "||"):
+            results = [self._test_one(side) for side in _split(sides, "&&")]
+            alternatives.append(False if False in results else None if None in results else True)
+        return True if True in alternatives else None if None in alternatives else False
+
+    def _test_one(self, words: list[str]) -> bool | None:
         words = [word for word in words if word not in ("[", "]", "[[", "]]")]
         if words[:1] == ["!"]:
-            holds = self._test(words[1:])
+            holds = self._test_one(words[1:]) if words[1:2] != ["!"] else None
             return None if holds is None else not holds
         expanded = [self._expand_text(word) for word in words]
         if any(FROM_OUTSIDE.search(text) for text in expanded):
@@ -284,6 +283,24 @@ class _Script:
 
     # ---- Values
 
+    def _check_size(self, excerpt: str, num_characters: int) -> None:
+        """Raise ``ValueError`` for values that variables have made too long."""
+        if num_characters > MAX_CHARACTERS:
+            refuse(
+                self.name, excerpt[:60], f"values of at most {MAX_CHARACTERS:,} characters", "shorter ones"
+            )
+
+    def _expand_all(self, words: Iterable[str]) -> list[str]:
+        """Return the fields of all words."""
+        fields: list[str] = []
+        num_characters = 0
+        for word in words:
+            new = self._expand(word)
+            fields += new
+            num_characters += sum(map(len, new))
+            self._check_size(word, num_characters)
+        return fields
+
     def _expand_text(self, word: str) -> str:
         """Return the value of ``word`` as one text."""
         return " ".join(self._expand(word, splits=False))
@@ -291,7 +308,7 @@ class _Script:
     def _expand(self, word: str, splits: bool = True, is_quoted: bool = False) -> list[str]:
         """Return the fields that ``word`` becomes; with ``splits`` spaces of an unquoted value separate."""
         fields: list[str | None] = [None]  # None: nothing yet, which is not an empty text
-        position = 0
+        position = num_characters = 0
         while position < len(word):
             character, end = word[position], position + 1
             new: list[str] = [character]
@@ -319,6 +336,8 @@ class _Script:
                     if fields[-1] is not None and text[:1].isspace():
                         fields.append(None)
                     new = text.split() + ([""] if text.strip() and text[-1].isspace() else [])
+            num_characters += sum(map(len, new))
+            self._check_size(word, num_characters)
             for index, field in enumerate(new):
                 if index:
                     fields.append(None)
@@ -368,6 +387,18 @@ class _Script:
         if value is None:
             return [f"${{{name}}}"]
         return value if index else value[:1]
+
+
+def _split(words: list[str], separator: str) -> Iterator[list[str]]:
+    """Yield the words between separators."""
+    side: list[str] = []
+    for word in words:
+        if word == separator:
+            yield side
+            side = []
+        else:
+            side.append(word)
+    yield side
 
 
 def _remove_spaces(text: str) -> str:
