@@ -16,7 +16,6 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.core.errors import FieldError, refuse
-from shardscope.frameworks.megatron.files.shell_script import SCRIPTS
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Row
 from shardscope_widgets.run.export_panel import name_folder
@@ -24,6 +23,8 @@ from shardscope_widgets.run.export_panel import name_folder
 MAX_BYTES = 4 * 2**20
 MAPPING = re.compile(r"^\w+:", re.MULTILINE)
 """A key of a YAML mapping, which does not occur in Megatron-LM's arguments."""
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+"""Endings of shell scripts, which ``Plan.from_megatron`` reads."""
 NOUNS = {"architecture", "cluster", "recipe", "layout"}
 DEEPSPEED_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"}
 ALLOWED = "a plan's JSON, an accelerate YAML or JSON, a DeepSpeed JSON or Megatron-LM's arguments"
