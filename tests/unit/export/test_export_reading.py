@@ -151,6 +151,26 @@ def test_sub_groups_of_size_0_are_those_of_size_1(tmp_path: Path) -> None:
     assert (layout.sub_group_size, layout.stage3_max_live_parameters) == (1, 0)
 
 
+def test_reads_deepspeeds_other_options_of_tensor_parallelism(tmp_path: Path) -> None:
+    """DeepSpeed's own examples split fused matrices by partition_config: that is not a misspelt key."""
+    specs = {"use_default_specs": False, "layer_specs": []}
+    options = {"autotp_size": 2, "partition_config": specs, "tp_overlap_comm": False}
+    with pytest.warns(UserWarning, match=r"without partition_config, which can change memory"):
+        plan = from_zero(tmp_path, {"zero_optimization": {"stage": 2}, "tensor_parallel": options})
+    assert plan.layout.tp == 2
+
+
+def test_knows_all_keys_of_deepspeeds_sections() -> None:
+    needs("deepspeed")
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for keys, model in (("zero_optimization", DeepSpeedZeroConfig), ("tensor_parallel", TPTrainingConfig)):
+        sections = {path: {*planned, *others} for path, planned, others in config_keys.SECTIONS}
+        names = {field.alias or name for name, field in model.model_fields.items()}
+        assert names <= sections[keys,]
+
+
 @pytest.mark.parametrize("text", ["base_model: x\nfsdp_config:\n  offload_params: true\n", "stage: sft\n"])
 def test_yaml_of_another_tool_is_named_as_such(text: str, tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"no key of accelerate config.*accelerate launch --config_file"):
