@@ -393,6 +393,14 @@ def test_an_enabled_precision_counts_beside_auto(
     assert plan.recipe.precision == precision
 
 
+def test_missing_deepspeed_config_file_is_named_in_the_fix(tmp_path: Path) -> None:
+    text = (
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: configs/zero2_mine.json\n"
+    )
+    with pytest.raises(FieldError, match=r"line 3, .*Nearest fix: .*zero2_mine\.json"):
+        from_fsdp(tmp_path, text)
+
+
 def test_options_beside_a_deepspeed_config_file(tmp_path: Path) -> None:
     """Accelerate stops at options that belong in DeepSpeed's JSON; other unread keys are named."""
     (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')

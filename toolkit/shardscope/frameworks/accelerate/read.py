@@ -407,7 +407,7 @@ def _find_deepspeed_file(document: Document, file: Path) -> Path | None:
     paths = [path for path in (file.parent / name, expand_home(name)) if path.is_file()]
     if not paths:
         allowed = "an existing file, relative to this file's folder or the current one"
-        document.refuse(keys, allowed, "'ds_config.json'")
+        document.refuse(keys, allowed, f"the whole path of {Path(name).name}")
     if len({path.read_bytes() for path in paths}) > 1:
         allowed = (
             f"one file: {paths[0]} and {paths[1]} differ, and accelerate opens that of its current folder"
