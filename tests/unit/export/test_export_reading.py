@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from tests.requirements import examples, needs
 
 import shardscope as ss
+from shardscope.core.errors import FieldError
 from shardscope.frameworks.deepspeed.files import config_keys
+from shardscope.frameworks.deepspeed.layout import ZeroLayout
 
 needs("accelerate")  # which brings PyYAML
 
@@ -125,6 +127,54 @@ def test_reads_the_output_of_accelerate_config(tmp_path: Path) -> None:
     plan = from_fsdp(tmp_path, recipe=ss.Recipe(seq_len=2048))
     assert plan.layout == ss.Layout.fsdp2(reshard_after_forward=False)
     assert plan.recipe == ss.Recipe(seq_len=2048, recompute="full", precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("key", ["tp", "cp", "dp_replicate"])
+def test_missing_shard_size_is_accelerates_default(key: str, tmp_path: Path) -> None:
+    """It is 1, and accelerate stops unless the product is the number of processes."""
+    from accelerate import ParallelismConfig
+
+    assert ParallelismConfig(**{f"{key}_size": 2}).total_size == 2
+    mesh = f"parallelism_config:\n  parallelism_config_{key}_size: "
+    with pytest.raises(FieldError, match=r"line 25, .*dp_shard_size is None; allowed: 4.*Nearest fix: 4"):
+        from_fsdp(tmp_path, f"{FSDP}{mesh}2\n")
+    if key == "cp":
+        assert from_fsdp(tmp_path, f"{FSDP}{mesh}8\n").layout.cp == 8
+
+
+def test_sub_groups_of_size_0_are_those_of_size_1(tmp_path: Path) -> None:
+    """DeepSpeed ends a sub-group at the first parameter that reaches the size; axolotl's files have 0."""
+    zero = {**ZERO["zero_optimization"], "sub_group_size": 0, "max_live_parameters": 0}
+    zero.pop("stage3_max_live_parameters", None)
+    layout = from_zero(tmp_path, {**ZERO, "zero_optimization": zero}).layout
+    assert isinstance(layout, ZeroLayout)
+    assert (layout.sub_group_size, layout.stage3_max_live_parameters) == (1, 0)
+
+
+def test_reads_deepspeeds_other_options_of_tensor_parallelism(tmp_path: Path) -> None:
+    """DeepSpeed's own examples split fused matrices by partition_config: that is not a misspelt key."""
+    specs = {"use_default_specs": False, "layer_specs": []}
+    options = {"autotp_size": 2, "partition_config": specs, "tp_overlap_comm": False}
+    with pytest.warns(UserWarning, match=r"without partition_config, which can change memory"):
+        plan = from_zero(tmp_path, {"zero_optimization": {"stage": 2}, "tensor_parallel": options})
+    assert plan.layout.tp == 2
+
+
+def test_knows_all_keys_of_deepspeeds_sections() -> None:
+    needs("deepspeed")
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for keys, model in (("zero_optimization", DeepSpeedZeroConfig), ("tensor_parallel", TPTrainingConfig)):
+        sections = {path: {*planned, *others} for path, planned, others in config_keys.SECTIONS}
+        names = {field.alias or name for name, field in model.model_fields.items()}
+        assert names <= sections[keys,]
+
+
+@pytest.mark.parametrize("text", ["base_model: x\nfsdp_config:\n  offload_params: true\n", "stage: sft\n"])
+def test_yaml_of_another_tool_is_named_as_such(text: str, tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"no key of accelerate config.*accelerate launch --config_file"):
+        from_fsdp(tmp_path, text)
 
 
 def test_reads_accelerate_parallelism_config(tmp_path: Path) -> None:
@@ -341,6 +391,14 @@ def test_an_enabled_precision_counts_beside_auto(
     values = {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}, "train_batch_size": 8}
     plan = from_zero(tmp_path, values, recipe=ss.Recipe(precision="fp32"))
     assert plan.recipe.precision == precision
+
+
+def test_missing_deepspeed_config_file_is_named_in_the_fix(tmp_path: Path) -> None:
+    text = (
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: configs/zero2_mine.json\n"
+    )
+    with pytest.raises(FieldError, match=r"line 3, .*Nearest fix: .*zero2_mine\.json"):
+        from_fsdp(tmp_path, text)
 
 
 def test_options_beside_a_deepspeed_config_file(tmp_path: Path) -> None:
@@ -676,6 +734,7 @@ def test_megatron_turns_sequence_parallelism_off_without_tensor_parallelism(tmp_
         ("", True),
         ("--moe-layer-freq 1", True),
         ("--moe-layer-freq '([1]*32)'", True),
+        ("--moe-layer-freq [1]*30+[1,1]", True),
         ("--moe-layer-freq 2", False),
     ],
 )
@@ -693,6 +752,40 @@ def test_every_layer_has_experts_by_megatrons_default(frequency: str, is_read: b
         return
     with pytest.raises(ValueError, match=r"moe-layer-freq is '\(\[1\]\*1\+\[0\]\*1.*\[1\]\*32"):
         from_megatron(tmp_path, text, architecture=mixtral)
+
+
+def test_reads_nvidias_flags_of_latent_attention_and_experts(tmp_path: Path) -> None:
+    """Those of DeepSeek-V3: Megatron-LM ignores the width of heads, and reads lists without brackets."""
+    plan = ss.Plan(
+        ss.models["deepseek-v2-lite"], EIGHT, ss.Recipe(global_batch_size=64), ss.Layout.megatron(ep=8)
+    )
+    plan.export(tmp_path)
+    text = (tmp_path / "megatron_arguments.txt").read_text()
+    changed = re.sub(r"--kv-channels \d+", "--kv-channels 128", text)
+    changed = re.sub(r"--moe-layer-freq \(?'?\(?([^\s()']+)\)?'?", r"--moe-layer-freq \1", changed)
+    assert changed != text
+    changed += "\n--moe-router-pre-softmax\n"
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    assert from_megatron(folder, changed, architecture=plan.architecture).layout == plan.layout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--weight-decay 0.1 --weight-decay 0.01", ""),
+        ("--use-distributed-optimizer --seq-length 8192", ""),
+        ("--seq-length 2048", r"seq-length is 2048; allowed: given once: it has been 8192 before"),
+    ],
+)
+def test_megatron_flag_that_is_given_twice(flags: str, message: str, tmp_path: Path) -> None:
+    """As scripts do that add the flags of several lists. argparse takes the last of two."""
+    text = MEGATRON.replace("--lr 3e-4", f"--lr 3e-4 {flags}")
+    if message:
+        with pytest.raises(FieldError, match=message):
+            from_megatron(tmp_path, text, architecture=LLAMA)
+        return
+    assert from_megatron(tmp_path, text, architecture=LLAMA) == from_megatron(tmp_path, architecture=LLAMA)
 
 
 @pytest.mark.parametrize(("is_grouped", "ep"), [(True, 4), (False, 4), (False, 8)])
@@ -949,7 +1042,12 @@ def test_edited_config_files_have_priority_over_plan_json(
         (
             "fsdp_version: 2",
             "fsdp_version: 2\n  fsdp_sharding_strategy: SHARD_GRAD_OP",
-            "reshard_after_forward: false",
+            "Nearest fix: leave it out",
+        ),
+        (
+            "fsdp_version: 2",
+            "fsdp_version: 2\n  fsdp_sharding_strategy: FULL_SHARD",
+            "reshard_after_forward: true",
         ),
         ("fsdp_version: 2", "fsdp_vresion: 2", r"line 13, fsdp_config.fsdp_vresion.*'fsdp_version'"),
         ("num_processes: 8", "num_processes: 4", r"line 18, num_processes is 4; allowed: 8"),
@@ -1033,8 +1131,8 @@ def test_fault_35_invalid_deepspeed_configs_raise_with_line_and_key(
         ("--num-layers 32 \\", "--num-layers", r"line 1, --num-layers.*one value"),
         (
             "--num-layers 32 \\",
-            "--num-layers 32\n--num-layers 32",
-            r"line 2, --num-layers: this flag is given twice",
+            "--num-layers 32\n--num-layers 31",
+            r"line 2, --num-layers is 31; allowed: given once",
         ),
         ("--num-layers 32 \\", "num-layers 32", r"line 1, 'num-layers'"),
         ("--swiglu", "--swiglu yes", r"line 10, --swiglu"),

@@ -158,6 +158,9 @@ def test_accelerates_fsdp_plugin_is_checked() -> None:
     source = "plugin = FullyShardedDataParallelPlugin(use_orig_params=True, cpu_offload=True)\n"
     assert set(by_name(source)) == {"fsdp1", "fsdp1-use-orig-params"}
     assert by_name("plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)\n") == {}
+    # As in Accelerate's own example of FSDP2.
+    sharded = "FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type='SHARDED_STATE_DICT')\n"
+    assert by_name(sharded) == {}
 
 
 def test_an_accelerate_configuration_is_checked() -> None:
@@ -178,6 +181,7 @@ fsdp_config:
         "fsdp1-state-dict-type": 7,
         "fsdp1-use-orig-params": 8,
     }
+    assert "FSDP1" not in findings["fsdp1-state-dict-type"].why, "FSDP2 has it, too"
     by_number = by_name("fsdp_config:\n  fsdp_sharding_strategy: 2\n")
     assert set(by_number) == {"fsdp1", "fsdp1-shard-grad-op"}
     new = "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: true\n"

@@ -261,7 +261,7 @@ class Plan(Serializable):
         cluster: Cluster | None = None,
         recipe: Recipe | None = None,
     ) -> Plan:
-        """Read Megatron-LM arguments: a file, a list of arguments, or a string that starts with "--".
+        """Read Megatron-LM arguments: a file, also a shell script, a list, or a string that starts with "--".
 
         They define the architecture of a Llama; any other architecture is checked against them. Missing
         values, warnings and errors: see :meth:`from_accelerate`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -22,16 +21,10 @@ from shardscope_widgets.pickers.base import Row
 from shardscope_widgets.run.export_panel import name_folder
 
 MAX_BYTES = 4 * 2**20
-MAX_ARGUMENT_CHARACTERS = 100_000
-"""Maximum characters of a script's arguments; real ones have a few thousand."""
 MAPPING = re.compile(r"^\w+:", re.MULTILINE)
 """A key of a YAML mapping, which does not occur in Megatron-LM's arguments."""
-ARRAY = re.compile(r"(\w+)=\(([^)]*)\)")
-ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|\S*)", re.MULTILINE)
-VARIABLE = re.compile(r"\"?\$\{?(\w+)(?:\[[@*]\])?\}?\"?")
-TORCHRUN_SCRIPT = re.compile(r"\s\S+\.py\b")
-MAX_NESTED = 4
-"""Maximum depth of nested variables."""
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+"""Endings of shell scripts, which ``Plan.from_megatron`` reads."""
 NOUNS = {"architecture", "cluster", "recipe", "layout"}
 DEEPSPEED_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"}
 ALLOWED = "a plan's JSON, an accelerate YAML or JSON, a DeepSpeed JSON or Megatron-LM's arguments"
@@ -72,53 +65,25 @@ def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
     if text.lstrip().startswith("{"):
         return _read_json(path, text, defaults)
     is_yaml = path.suffix.lower() in (".yaml", ".yml") or MAPPING.search(text) is not None
-    if path.suffix.lower() in (".sh", ".sbatch"):
-        return ss.Plan.from_megatron(read_script_arguments(text), **defaults)
-    if "--" in text and not is_yaml:
-        return ss.Plan.from_megatron(path, **defaults)
+    if path.suffix.lower() in SCRIPTS or ("--" in text and not is_yaml):
+        return _read_megatron(path, defaults)
     return ss.Plan.from_accelerate(path, **defaults)
 
 
-def read_script_arguments(text: str) -> list[str]:
-    """Return Megatron-LM's arguments in a shell script: arrays, variables and the command itself.
-
-    A variable has the last text that the script assigns to it. Nothing is executed.
-    """
-    # Comments may contain "--flags"; a trailing backslash continues a command.
-    lines = re.sub(r"(^|\s)#[^\n]*", "", text.replace("\\\n", " "))
-    values = {name: " ".join(array.split()) for name, array in ARRAY.findall(lines)}
-    values |= {
-        name: value.strip("\"'")
-        for name, value in ASSIGNED.findall(ARRAY.sub("", lines))
-        if name not in values
-    }
-    # The arguments are those of the first command that runs a .py file.
-    commands = ARRAY.sub("", lines).splitlines()
-    command = next((line for line in commands if TORCHRUN_SCRIPT.search(line)), "")
-    arguments = TORCHRUN_SCRIPT.split(command, maxsplit=1)[-1]
-    # A variable's value may contain variables.
-    for _ in range(MAX_NESTED):
-        if len(arguments) > MAX_ARGUMENT_CHARACTERS:  # Nested variables may grow without limit.
-            refuse(
-                "OpenPlan.path",
-                "a shell script",
-                f"{MAX_ARGUMENT_CHARACTERS:,} characters of arguments",
-                "fewer",
-            )
-        arguments = VARIABLE.sub(lambda found: values.get(found[1], ""), arguments)
-    if not command or "--" not in arguments:
-        allowed = "a script that calls pretrain_gpt.py, or another .py file, with Megatron-LM's arguments"
-        refuse(
-            "OpenPlan.path",
-            "a shell script",
-            allowed,
-            "a file that has only the arguments",
-            "The script has no such arguments",
-        )
+def _read_megatron(path: Path, defaults: Defaults) -> ss.Plan:
+    """Read Megatron-LM's arguments of the current model, or else of the model that they describe."""
     try:
-        return shlex.split(arguments)
-    except ValueError as error:
-        refuse("OpenPlan.path", arguments[:60], "arguments in shell syntax", f"balanced quotes ({error})")
+        return ss.Plan.from_megatron(path, **defaults)
+    except FieldError:
+        if "architecture" not in defaults:
+            raise
+        try:
+            return ss.Plan.from_megatron(path, cluster=defaults["cluster"], recipe=defaults["recipe"])
+        except FieldError as error:
+            # Flags of no Llama: this error has the model of the catalogue that is nearest to them.
+            if error.field == "architecture":
+                raise
+        raise
 
 
 def _read_json(path: Path, text: str, defaults: Defaults) -> ss.Plan:

@@ -105,6 +105,19 @@ def test_opens_a_megatron_launch_script(tmp_path: Path) -> None:
     assert (plan.recipe.seq_len, plan.recipe.global_batch_size) == (2048, 64)
 
 
+def test_megatron_script_of_another_model_is_opened_with_its_own(tmp_path: Path) -> None:
+    """The current model was demanded of it: the message said to train 16 layers instead of 32."""
+    file = tmp_path / "train_8b.sh"
+    file.write_text(SCRIPT)
+    plan = Opener().open(file)
+    assert plan is not None and plan.architecture.num_hidden_layers == 32
+    assert plan.architecture.num_parameters == ss.models["llama-3.1-8b"].num_parameters
+
+    file.write_text(SCRIPT.replace("--seq-length 2048", "--seq-length 2048 --num-experts 8"))
+    opener = Opener()
+    assert opener.open(file) is None and 'ss.models["mixtral-8x7b"]' in opener.message
+
+
 def test_saved_plan_can_be_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     opener = Opener()

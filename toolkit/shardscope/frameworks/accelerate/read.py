@@ -162,9 +162,11 @@ def read(
     unread_sections: Mapping[str, object] = {name: {} for name in SECTIONS if name not in read_sections}
     # Without it, and without a key that may be a misspelled one, this is another tool's file.
     if document.get("distributed_type") is None and not find_similar("distributed_type", document.values):
-        refuse(
-            f"{document.name}, distributed_type", None, ", ".join(DISTRIBUTED_TYPES), "distributed_type: FSDP"
-        )
+        allowed, fix = ", ".join(DISTRIBUTED_TYPES), "distributed_type: FSDP"
+        if not document.values.keys() & {*TOP_LEVEL, *OTHER_TOP_LEVEL}:
+            allowed += "; the file has no key of accelerate config"
+            fix = "the file that accelerate launch --config_file reads"
+        refuse(f"{document.name}, distributed_type", None, allowed, fix)
     _check_old_formats(document)
     others = {**OTHER_TOP_LEVEL, **unread_sections}
     if not _has_compiler(document.get("dynamo_config")):
@@ -310,7 +312,11 @@ def _check_version(document: Document) -> None:
     if version == 2:
         if strategy is not None:
             replacement = _find_replacement(strategy)
-            document.refuse((part, strategy_key), "nothing: FSDP2 has none, and ignores it", replacement)
+            flag = document.get(part, "fsdp_reshard_after_forward")
+            # The options may be there already, and only the strategy be left of FSDP1.
+            is_replaced = f"fsdp_reshard_after_forward: {flag}".lower() in replacement
+            fix = "leave it out" if is_replaced else replacement
+            document.refuse((part, strategy_key), "nothing: FSDP2 has none, and ignores it", fix)
         return
     # A newer FSDP1 file has the strategy under the key that is a flag of FSDP2.
     reshard = document.get(part, "fsdp_reshard_after_forward")
@@ -370,6 +376,13 @@ def _read_degrees(document: Document, stored: Fsdp2Layout | None, cluster: Clust
         # None and the remaining ranks mean the same; a plan that is read again must equal the exported one.
         remaining = cluster.num_gpus // num_replicas
         is_open = stored is None or stored.shard is None
+        # accelerate's default is 1: it stops unless the product is the number of processes
+        # (parallelism_config.py, _validate_accelerator).
+        if shard is None and stored is None and num_replicas > 1 and remaining > 1:
+            allowed = (
+                f"{remaining}, the other ranks of {cluster}: accelerate's default is 1, with which it stops"
+            )
+            document.refuse((part, PARALLEL_KEYS["shard"]), allowed, Value(remaining))
         shard = None if shard in (None, remaining) and is_open else shard or remaining
     return {
         field: ((part, PARALLEL_KEYS[field]), size) for field, size in {**degrees, "shard": shard}.items()
@@ -394,7 +407,7 @@ def _find_deepspeed_file(document: Document, file: Path) -> Path | None:
     paths = [path for path in (file.parent / name, expand_home(name)) if path.is_file()]
     if not paths:
         allowed = "an existing file, relative to this file's folder or the current one"
-        document.refuse(keys, allowed, "'ds_config.json'")
+        document.refuse(keys, allowed, f"the whole path of {Path(name).name}")
     if len({path.read_bytes() for path in paths}) > 1:
         allowed = (
             f"one file: {paths[0]} and {paths[1]} differ, and accelerate opens that of its current folder"

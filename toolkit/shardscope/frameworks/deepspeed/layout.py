@@ -97,7 +97,7 @@ class ZeroLayout(Layout):
     # flat buffers (zero_allow_untested_optimizer). Paged optimizers were never tested with these, and Muon,
     # whose state DeepSpeed partitions differently in each stage, has no formula.
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adamw_8bit", "adafactor", "lion")
-    # AutoTP and experts end at stage 2, pipelines at stage 1.
+    # AutoTP and experts end at stage 2 here, pipelines at stage 1.
     abilities: ClassVar[Mapping[str, Mapping[str, OptionValue]]] = MappingProxyType({
         "data": {},
         "zero_1": {"stage": 1},
@@ -401,7 +401,7 @@ class ZeroLayout(Layout):
 
     def _check_stage_3(self) -> None:
         for field, why in (
-            ("tp", "DeepSpeed asserts that AutoTP runs with ZeRO 0 to 2"),
+            ("tp", "DeepSpeed 0.19.8 has AutoTP with ZeRO-3, but plans have no formulas for it"),
             ("ep", "DeepSpeed's releases do not support its MoE layers with ZeRO-3"),
         ):
             if self.stage == 3 and getattr(self, field) > 1:

@@ -14,7 +14,7 @@ from shardscope.frameworks.fsdp2.old_names import CONFIG_REPLACEMENTS, REPLACEME
 from shardscope.runs.checks.script import Script, flag_line, is_constant, read_keywords
 
 OLD_CLASS, PLUGIN = "FullyShardedDataParallel", "FullyShardedDataParallelPlugin"
-PLUGIN_KEEPS = ("auto_wrap_policy", "cpu_offload", "ignored_modules")
+PLUGIN_KEEPS = ("auto_wrap_policy", "cpu_offload", "ignored_modules", "state_dict_type")
 """Arguments that version 2 of Accelerate's plugin still takes (accelerate/utils/dataclasses.py)."""
 STRATEGY_ARGUMENTS = ("fsdp", "sharding_strategy", "reshard_after_forward")
 """Arguments of transformers and Accelerate that name a strategy as text: ``fsdp="full_shard auto_wrap"``."""
@@ -152,6 +152,7 @@ def _check_config(lines: list[tuple[int, str, str]]) -> Iterator[Finding]:
         elif key in CONFIG_REPLACEMENTS:
             yield _flag_old_name(key, line, CONFIG_REPLACEMENTS[key])
         elif key == "fsdp_state_dict_type" and value.upper() == "FULL_STATE_DICT":
-            yield _flag_old_name(
-                key, line, "fsdp_state_dict_type: SHARDED_STATE_DICT: no rank gathers the full model"
-            )
+            # FSDP2 has both.
+            why = "rank 0 gathers the full model for every checkpoint."
+            change = "fsdp_state_dict_type: SHARDED_STATE_DICT: each rank writes its shards"
+            yield flag_line(line, "fsdp1-state-dict-type", "hint", why, change)

@@ -102,6 +102,12 @@ ZERO_NOT_IN_PLAN = (
     "leaf_module",
 )  # fmt: skip
 """Keys of ``zero_optimization`` (runtime/zero/config.py) that are in no plan."""
+TENSOR_PARALLEL_NOT_IN_PLAN = (
+    "enabled", "tp", "dtype", "tp_grain_size", "preset_model", "partition_config", "tp_overlap_comm",
+    "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "injection_policy_tuple", "keep_module_on_host",
+    "kernel_inject",
+)  # fmt: skip
+"""Keys of ``tensor_parallel`` (runtime/tensor_parallel/config.py) that are in no plan."""
 FP16_NOT_IN_PLAN = (
     "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
     "consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads",
@@ -142,6 +148,10 @@ DEFAULTS: Mapping[KeyPath, Mapping[str, object]] = {
         "log_trace_cache_warnings": False, "enable_sanity_checks": False,
         "save_muon_momentum_buffer_in_memory": False,
     },
+    ("tensor_parallel",): {
+        "tp_overlap_comm": False, "vocab_parallel_ce_backend": "torch", "keep_module_on_host": False,
+        "kernel_inject": False,
+    },
     (ZERO, "offload_optimizer"): {
         "pipeline_read": False, "pipeline_write": False, "fast_init": False, "ratio": 1.0,
         "super_offload": False, "cpuadam_cores_perc": 0.8,
@@ -168,7 +178,8 @@ COSTLY_KEYS = frozenset((
     "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "memory_efficient_linear",
     "allgather_partitions", "use_multi_rank_bucket_allreduce", "round_robin_gradients", "pipeline_read",
     "pipeline_write", "ratio", "super_offload", "immediate_grad_update", "bf16_master_weights_and_grads",
-    "bf16_optimizer_states", "fp16_master_weights_and_grads",
+    "bf16_optimizer_states", "fp16_master_weights_and_grads", "partition_config", "tp_overlap_comm",
+    "vocab_parallel_lm_head", "vocab_parallel_ce_backend",
 ))  # fmt: skip
 """Keys that are in no plan, but change memory or step time."""
 EXPORTED_RECIPE = ("recipe", "not_said_here")
@@ -194,7 +205,7 @@ SECTIONS: tuple[tuple[KeyPath, tuple[str, ...], tuple[str, ...]], ...] = (
         ("device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path"),
         (),
     ),
-    (("tensor_parallel",), ("autotp_size",), ("enabled", "tp", "dtype", "tp_grain_size", "preset_model")),
+    (("tensor_parallel",), ("autotp_size",), TENSOR_PARALLEL_NOT_IN_PLAN),
     (("optimizer",), ("type",), ("params", "legacy_fusion")),
     ((OWN_KEY, "layout"), tuple(field.name for field in fields(ZeroLayout)), ()),
     *(((OWN_KEY, key), tuple(field.name for field in fields(Recipe)), ()) for key in EXPORTED_RECIPE),

@@ -206,7 +206,10 @@ def _read_layout_value(document: Document, parts: PlanParts, field: str, keys: K
         return _read_offload_device(document, keys)
     if document.get(*keys) == "auto":
         return _resolve_auto_size(document, parts, field, keys)
-    return document.read_number(*keys, low=0, high=3 if field == "stage" else MAX_ELEMENTS)
+    number = document.read_number(*keys, low=0, high=3 if field == "stage" else MAX_ELEMENTS)
+    # A sub-group ends at the first parameter that reaches its size, so 0 and 1 are the same: one for each
+    # (runtime/zero/stage3.py, _create_fp16_sub_groups).
+    return 1 if field == "sub_group_size" and number == 0 else number
 
 
 def _read_offload_device(document: Document, keys: KeyPath) -> str | None:

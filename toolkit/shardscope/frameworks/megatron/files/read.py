@@ -33,6 +33,7 @@ from shardscope.frameworks.megatron.files.read_architecture import (
     read_architecture,
     read_sizes,
 )
+from shardscope.frameworks.megatron.files.shell_script import SCRIPTS, UNSET, read_script_arguments
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.memory.precision_aware import reduces_in_fp32
 from shardscope.machine.user_folders import expand_home
@@ -59,21 +60,20 @@ SWITCHES = {
     "tp_comm_overlap": "tp-comm-overlap",
 }
 TYPES = {
-    "exp_avg_dtype": "exp-avg-dtype",
-    "exp_avg_sq_dtype": "exp-avg-sq-dtype",
-    "cross_entropy_fusion_impl": "cross-entropy-fusion-impl",
+    flag.replace("-", "_"): flag
+    for flag in ("exp-avg-dtype", "exp-avg-sq-dtype", "cross-entropy-fusion-impl")
 }
 SIZES = {
     "seq_len": "seq-length",
-    "micro_batch_size": "micro-batch-size",
-    "global_batch_size": "global-batch-size",
+    **{flag.replace("-", "_"): flag for flag in ("micro-batch-size", "global-batch-size")},
 }
 REFUSED = {
     "optimizer-cpu-offload": "plans have no optimizer state on the host for Megatron",
     "fp4-format": "plans have no training in 4 bits; --fp8-format hybrid trains in 8",
-    "use-megatron-fsdp": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
-    "use-custom-fsdp": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
-    "use-torch-fsdp2": "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    **dict.fromkeys(
+        ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2"),
+        "plans shard Megatron's optimizer state only; Layout.fsdp2 shards parameters too",
+    ),
     "pipeline-model-parallel-layout": "plans have the pipeline splits of the other flags",
     "cpu-offloading-num-layers": "plans have no activations on the host for Megatron",
 }
@@ -102,7 +102,7 @@ COSTLY = frozenset({
     *("num-distributed-optimizer-instances", "rampup-batch-size", "fp8-param-gather", "fp8-recipe"),
     *("no-gradient-accumulation-fusion", "attention-softmax-in-fp32", "no-rope-fusion", "squared-relu"),
     *("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-masked-softmax-fusion", "cuda-graph-impl"),
-    *("enable-cuda-graph",),
+    *("enable-cuda-graph", "step-batch-size-schedule"),
     *("external-cuda-graph", "delay-wgrad-compute", "defer-embedding-wgrad-compute", "hybrid-layer-pattern"),
     *("overlap-moe-expert-parallel-comm", "experimental-attention-variant", "moe-shared-expert-overlap"),
     *("moe-pad-expert-input-to-capacity", "cp-comm-type", "hierarchical-context-parallel-sizes"),
@@ -190,7 +190,11 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
     )
     if is_path:
         file = expand_home(str(arguments))
-        return _parse_arguments(file.name, _split_lines(file.name, read_text(str(arguments)))), file
+        text = read_text(str(arguments))
+        if file.suffix.lower() not in SCRIPTS or text.lstrip().startswith("--"):
+            return _parse_arguments(file.name, _split_lines(file.name, text)), file
+        words = read_script_arguments(file.name, text, ALONE)
+        return _parse_arguments(file.name, [(0, word) for word in words]), file
     if isinstance(arguments, str):
         arguments = arguments.replace("\r\n", "\n")
         try:
@@ -244,11 +248,16 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
         while not has_value and index < len(arguments) and not arguments[index][1].startswith("--"):
             flag_arguments.append(arguments[index][1])
             index += 1
-        if flag in values:
-            raise ValueError(f"{where}, --{flag}: this flag is given twice; keep one.")
+        parsed = _parse_value(where, flag, flag_arguments)
+        if flag in values and parsed == values[flag]:
+            continue
+        # argparse takes the last of two; of a flag that the plan needs, the author may have meant the other.
+        if flag in values and flag in READ:
+            allowed = f"given once: it has been {values[flag]!r} before"
+            refuse(f"{where}, --{flag}", parsed, allowed, f"one of the two --{flag}")
         if line:
             lines[(flag,)] = line
-        values[flag] = _parse_value(where, flag, flag_arguments)
+        values[flag] = parsed
         # Megatron-LM has hundreds of flags; an unknown one is an error only if it looks misspelled.
         if flag in REPLACED:
             allowed = f"--{REPLACED[flag]}, which has replaced it"
@@ -259,6 +268,7 @@ def _parse_arguments(name: str, arguments: list[tuple[int, str]]) -> Document:
             near = near or [name for name in READ if _is_abbreviation(flag, name)]
             if near:
                 refuse(f"{where}, --{flag}: this flag", flag, f"--{near[0]} and others", f"--{near[0]}")
+            unread = [entry for entry in unread if entry[0] != flag]
             if " ".join(flag_arguments) != UNREAD_DEFAULTS.get(flag):
                 unread.append((flag, f"--{flag}" + (f" (line {line})" if line else "")))
     return Document(name=name, values=values, lines=lines, costly_keys=COSTLY, _unread=unread)
@@ -284,12 +294,15 @@ def _parse_value(where: str, flag: str, flag_arguments: list[str]) -> object:
         )
     if flag in ALONE:
         return True
+    value = flag_arguments[0]
+    if UNSET.fullmatch(value):
+        refuse(f"{where}, --{flag}", value, "a value, which the script does not set", f"--{flag} VALUE")
     for number_type in (int, float):
         try:
-            return number_type(flag_arguments[0])
+            return number_type(value)
         except ValueError:
             continue
-    return flag_arguments[0]
+    return value
 
 
 # ---- Recipe and layout
@@ -469,20 +482,14 @@ def _list_stages(plan: Plan, first: int | None, last: int | None) -> list[int] |
     return [*([first] if first else []), *equal, *([last] if last else [])]
 
 
-# ---- Megatron-LM's older flag for the model chunks of a pipeline stage: layers per chunk
-
-
-SAME = "num-virtual-stages-per-pipeline-rank"
-"""The newer flag, in chunks; Megatron-LM accepts only one of the two (megatron/training/arguments.py)."""
-
-
 def count_model_chunks(document: Document, architecture: Architecture, pp: int) -> int:
     """Return the model chunks of a stage by Megatron-LM's rule (validate_args): both divisions are exact.
 
-    Embedding and loss are included in the sum if they count as layers.
+    Embedding and loss are included in the sum if they count as layers. The newer flag is in chunks, and
+    Megatron-LM accepts only one of the two (megatron/training/arguments.py).
     """
-    if document.get(SAME) is not None:
-        document.refuse((CHUNK,), f"not set with --{SAME}", "leave it out")
+    if document.get(DEGREES["vpp"]) is not None:
+        document.refuse((CHUNK,), f"not set with --{DEGREES['vpp']}", "leave it out")
     size = document.read_number(CHUNK, low=1, high=2**20) or 1
     layers = architecture.num_hidden_layers + sum(bool(document.get(flag)) for flag in COUNTED_ENDS)
     per_stage = layers // pp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from shardscope.catalog import models
@@ -81,8 +82,15 @@ def read_architecture(document: Document, parts: PlanParts, flag_values: FileFie
         value, planned_value = document.get(flag), shape.get(flag, _MISSING)
         if flag == "moe-layer-freq" and planned_value is not _MISSING:
             value = _expand_layer_freq(value, parts.architecture)
+        # Megatron-LM ignores it then; so does it for the width of heads with latent attention, which has its
+        # own (megatron-core, multi_latent_attention.py).
         if flag == "num-query-groups" and not document.get("group-query-attention"):
-            continue  # Megatron-LM ignores it then.
+            continue
+        # The order of softmax and top-k, which is in NVIDIA's arguments of DeepSeek-V3, changes no size.
+        if flag == "moe-router-pre-softmax" and value is True and "num-experts" in shape:
+            continue
+        if flag == "kv-channels" and parts.architecture.latent_attention is not None and parts.layout is None:
+            continue
         default = _find_default(flag, document, parts.architecture) if value is None else None
         if value is None and (planned_value is _MISSING or (flag in _OPTIONAL_FLAGS and default is None)):
             continue
@@ -158,10 +166,16 @@ def check_grouped_experts(document: Document, plan: Plan) -> None:
 
 
 def _expand_layer_freq(value: object, architecture: Architecture) -> object:
-    """Return the pattern of layers for ``--moe-layer-freq N``, one with experts in N; other values unchanged.
+    """Return the pattern of layers for ``--moe-layer-freq``: N, one with experts in N, or a Python list.
 
-    The default is 1 (megatron/training/arguments.py, ``moe_freq_type``).
+    Other values are returned unchanged. The default is 1 (megatron/training/arguments.py, ``moe_freq_type``).
     """
+    if isinstance(value, str) and _LAYER_PATTERN.fullmatch(text := value.replace(" ", "").strip("()")):
+        layers: list[bool] = []
+        for items, _, count in _LAYER_RUN.findall(text):
+            run = [item != "0" for item in items.split(",")]
+            layers += run * min(int(count or 1), architecture.num_hidden_layers + 1)
+        return render_layer_pattern(layers)
     interval = 1 if value is None else value
     if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
         return value
@@ -178,6 +192,9 @@ _FREE_FLAGS = frozenset({
     "make-vocab-size-divisible-by", "moe-token-dispatcher-type", "moe-grouped-gemm", "rope-type",
 })  # fmt: skip
 """Flags that may differ from the architecture's: :func:`check_padding` warns of the first one's effect."""
+_LAYER_RUN = re.compile(r"\[([01](?:,[01])*)\](\*(\d{1,6}))?")
+_LAYER_PATTERN = re.compile(rf"{_LAYER_RUN.pattern}(?:\+{_LAYER_RUN.pattern})*")
+"""A sum of lists of layers, dense (0) and with experts (1): ``[0]*3+[1]*58``, with or without brackets."""
 _PADDING = 0.02
 """Largest share of an embedding that is padding: tokenizers of Qwen 2.5 have 151,665 entries of 152,064."""
 
