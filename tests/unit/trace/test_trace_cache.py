@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def list_open_files(folder: Path) -> list[str]:
+    """Return the files of ``folder`` that this process has open."""
+    targets = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [str(target) for target in targets if target.is_relative_to(folder)]
+
+
 def list_caches(folder: Path) -> list[Path]:
     return sorted((folder / caches.FOLDER).glob("*"))
 
@@ -46,6 +54,24 @@ def assert_same(one: Trace, other: Trace) -> None:
     assert [one.args(index) for index in range(0, len(one), 50)] == [
         other.args(index) for index in range(0, len(one), 50)
     ]
+
+
+@pytest.mark.parametrize("method", ["summary", "breakdown", "kernels", "collectives", "critical_path"])
+def test_an_unused_trace_is_freed_and_its_files_are_closed_at_once(folder: Path, method: str) -> None:
+    """Not when Python looks for cycles: it counts objects, and a trace has few, of gigabytes."""
+    Trace.load(folder)
+    gc.collect()
+    gc.disable()
+    try:
+        trace = Trace.load(folder)
+        getattr(trace, method)()
+        assert trace.args(0) and len(trace.flows)
+        alive, is_open = weakref.ref(trace), list_open_files(folder)
+        del trace
+        assert is_open and not list_open_files(folder)
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_second_opening_reads_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

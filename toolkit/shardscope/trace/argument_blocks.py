@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,9 @@ class ArgumentBlocks:
         self._data = data
         self._bounds = np.concatenate(([0], np.cumsum(block_bytes, dtype=np.int64))).tolist()
         self._first_rows = np.concatenate(([0], np.cumsum(block_events, dtype=np.int64)))
-        # Cache a few blocks, because neighbouring events are often read one after the other.
-        self._read_block = lru_cache(maxsize=2)(self._decompress)
+        # The latest two, because neighbouring events are often read one after the other. An lru_cache of a
+        # method would be a cycle, in which the file of a trace that is no longer used stays open.
+        self._latest_blocks: tuple[tuple[int, list[bytes]], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -39,13 +39,24 @@ class ArgumentBlocks:
         order = np.argsort(rows, kind="stable")
         blocks = np.searchsorted(self._first_rows, rows[order], side="right") - 1
         first_rows = self._first_rows.tolist()
+        latest, texts = -1, list[bytes]()
         for position, row, block in zip(order.tolist(), rows[order].tolist(), blocks.tolist(), strict=True):
             if 0 <= block < len(first_rows) - 1:
-                texts = self._read_block(block)
+                if block != latest:
+                    latest, texts = block, self._read_block(block)
                 offset = row - first_rows[block]
                 yield position, texts[offset] if offset < len(texts) else b""
             else:
                 yield position, b""
+
+    def _read_block(self, block: int) -> list[bytes]:
+        """Return the texts of a block."""
+        for number, texts in self._latest_blocks:
+            if number == block:
+                return texts
+        texts = self._decompress(block)
+        self._latest_blocks = ((block, texts), *self._latest_blocks[:1])
+        return texts
 
     def _decompress(self, block: int) -> list[bytes]:
         """Return the texts of a block; empty if it is damaged."""

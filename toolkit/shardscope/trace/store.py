@@ -200,8 +200,6 @@ class Trace:
 
     def release(self) -> None:
         """Free all columns and what was derived from them; what is used again is read again."""
-        # ``activity`` refers to the trace: without this, both would live until Python looks for such cycles,
-        # which it does by the number of objects and not by their size.
         for name, member in vars(Trace).items():
             if isinstance(member, cached_property):
                 vars(self).pop(name, None)

@@ -87,6 +87,13 @@ class LayoutPicker(Picker):
         self.framework.observe(self._choose_framework, "value")
         self.read()
 
+    def close(self) -> None:
+        """Close the rows of the other frameworks as well: their inputs would keep the whole view alive."""
+        for row in [row for rows in self._rows.values() for row in rows.values()]:
+            for part in (*row.children, row):
+                part.close()
+        super().close()
+
     @property
     def boxes(self) -> dict[str, widgets.ValueWidget]:
         """See :class:`Picker`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
@@ -134,7 +135,7 @@ class TracePage(widgets.VBox):
         loop = find_running_loop()
         opening = WorkPanel(OPEN_LABEL, "Read the recordings of all ranks", lambda: self.show_run(run))
         opening.show_button(False)
-        page = widgets.VBox([opening, opening.words], layout=controls.share_layout())
+        page = View([opening, opening.words], layout=controls.share_layout())
         page.add_class("ss-opening")
         self._replace_page(page, opening)
 
@@ -154,15 +155,15 @@ class TracePage(widgets.VBox):
             self._replace_page(answers)
             answers.start()
 
-        loaded: list[TraceAnswers] = []
+        is_loaded = threading.Event()
 
         def finish(answers: TraceAnswers) -> None:
-            loaded.append(answers)
+            is_loaded.set()
             call_in_loop(loop, lambda: show(answers))
 
         def offer_again(change: object) -> None:
             # It was cancelled or failed.
-            if not opening.button.disabled and opening is self._opening and not loaded:
+            if not opening.button.disabled and opening is self._opening and not is_loaded.is_set():
                 opening.show_button(True)
 
         opening.button.observe(offer_again, "disabled")
@@ -185,8 +186,6 @@ class TracePage(widgets.VBox):
         # Replace first: closing a widget that is still displayed would show an error. The page before it may
         # hold a whole trace.
         before, self.children = self.children, [page]
-        if self._opening is not None:
-            self._opening.close()
         self._opening = opening
         for old in before:
             old.close()

@@ -318,6 +318,10 @@ class TraceView(anywidget.AnyWidget):
         """Close the view; the last picture remains in the notebook."""
         if self._saved is not None:
             self._saved.close()
+        # Without this cycle the trace is freed with the last reference to the view: until Python looks for
+        # cycles, by the number of objects and not by their size, traces of gigabytes could come together.
+        self.on_msg(self._handle_message, remove=True)
+        self.layout.close()
         super().close()
 
     def _describe_trace(self) -> dict[str, object]:

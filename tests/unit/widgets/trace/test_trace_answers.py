@@ -3,6 +3,7 @@ records."""
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import math
@@ -11,6 +12,7 @@ import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 from calibrations import make_calibration
+from ipywidgets.widgets.widget import _instances
 from tests.requirements import few
 from tests.unit.trace.trace_events import all_reduce, kernel, launch, load_ranks, operator, step
 from written_runs import write_run
@@ -492,6 +495,22 @@ def test_run_without_a_trace_gives_its_reason(tmp_path: Path) -> None:
     opening = page.children[0]
     wait_for(lambda: "untraced" in opening.children[1].value)
     assert "Traceback" not in opening.children[1].value
+
+
+def test_opening_another_trace_frees_the_one_before(tmp_path: Path) -> None:
+    run, page = write_traced_run(tmp_path), TracePage(240)
+    alive: list[weakref.ref[Trace]] = []
+    num_widgets: list[int] = []
+    for _ in range(3):
+        page.show_run(run)
+        wait_for(lambda: isinstance(page.children[0], TraceAnswers))
+        wait_for(lambda: "<table" in page.children[0].panel.table.value)
+        wait_for(lambda: "shardscope-work" not in [thread.name for thread in threading.enumerate()])
+        alive.append(weakref.ref(page.children[0].view.trace))
+        gc.collect()
+        num_widgets.append(len(_instances))
+    assert [trace() is not None for trace in alive] == [False, False, True]
+    assert num_widgets[1] == num_widgets[2]
 
 
 def test_opening_can_be_cancelled_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,6 +329,20 @@ def test_fault_43_closed_trace_views_are_garbage_collected(trace: Trace) -> None
     assert sum(ref() is not None for ref in alive) <= 1
 
 
+def test_a_closed_trace_view_leaves_no_widget_and_frees_its_trace_at_once() -> None:
+    """Without the garbage collector, which may not run before many traces of gigabytes are there."""
+    view = TraceView(FIXTURE)
+    gc.collect()
+    gc.disable()
+    try:
+        alive, layout = weakref.ref(view.trace), view.layout
+        view.close()
+        del view
+        assert alive() is None and layout.comm is None
+    finally:
+        gc.enable()
+
+
 def test_saved_page_is_one_file_with_escaped_text(tmp_path: Path) -> None:
     name = "</script><script>alert(1)</script>"
     event = {"ph": "X", "cat": "op", "name": name, "pid": 1, "tid": 1, "ts": 1.0, "dur": 9.0}

@@ -7,6 +7,7 @@ compute and the backend's annotations (``gloo:all_reduce``) are communication.
 from __future__ import annotations
 
 import re
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -74,7 +75,9 @@ class Activity:
     """Masks over all slices of a trace, and the activity of each rank."""
 
     def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+        # A strong reference would be a cycle: an unused trace would live on, with gigabytes and an open file
+        # for each rank, until Python looks for cycles. It counts objects, and not their size.
+        self._trace = weakref.ref(trace)
         self._masks: dict[object, Mask] = {}
         self.idle_of_ranks: dict[int, dict[str, Intervals]] = {}
         """Idle time of ranks by cause, filled by :func:`shardscope.trace.analysis.breakdown.find_idle`."""
@@ -91,6 +94,13 @@ class Activity:
         self.is_copy = self.on_gpu & self.mask_categories(COPY_CATEGORIES)
         self.is_kernel = self.on_gpu & ~self.is_wrapper & ~self.is_copy
         self.is_gpu_work = self.is_kernel | self.is_copy
+
+    @property
+    def trace(self) -> Trace:
+        """The trace, whose :attr:`~shardscope.trace.Trace.activity` this is."""
+        trace = self._trace()
+        assert trace is not None, "the activity is used while its trace is"
+        return trace
 
     def mask_categories(self, categories: frozenset[str]) -> Mask:
         """Return a mask of the slices of these categories."""
