@@ -47,6 +47,7 @@ CASES: dict[str, Plan] = {
     "shard2 x tp2": make_plan(4, tp=2),
     "copies2 x tp2, tied": make_plan(4, TIED, rows=2, tp=2, replicate=2),
     "pp2 x tp2, recomputed": make_plan(4, pp=2, tp=2, recompute="full"),
+    "shard2 x tp2, offloaded": make_plan(4, tp=2, recompute="offload"),
     "pp4, tied": make_plan(4, TIED, pp=4),
     "pp2 x vpp2 x shard2": make_plan(4, pp=2, vpp=2),
 }

@@ -15,6 +15,7 @@ needs("transformers")
 needs("peft")
 needs("bitsandbytes")
 
+from families import architecture  # noqa: E402
 from gloo_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
 
 import shardscope as ss  # noqa: E402
@@ -300,3 +301,25 @@ def test_qlora_as_a_launched_run(framework: str, tmp_path: Path) -> None:
     assert second.wait() == "finished", second.error
     lines = [line for line in second.metrics() if line["rank"] == 0]
     assert [line["step"] for line in lines] == [3, 4]
+
+
+def train_and_evaluate(ctx: StandInContext) -> dict[str, Any]:
+    """Return the losses of one batch: of a step that changes nothing, and without gradients."""
+    engine = set_up(ctx)
+    engine.set_learning_rate(0.0)
+    return {"step": engine.step(make_batch(ctx, 0)), "evaluation": engine.evaluate(make_batch(ctx, 0))}
+
+
+def test_latent_attention_is_evaluated_over_an_int8_base(tmp_path: Path) -> None:
+    """Its expanded keys are a Linear of four dimensions, of which bitsandbytes' int8 takes three."""
+    plan = tiny_plan(
+        "ddp",
+        2,
+        num_micro_batches=2,
+        architecture=architecture("deepseek_v2", 2),
+        method="lora",
+        quantization="int8",
+    )
+    first, _ = on_ranks(2, plan, train_and_evaluate, tmp_path)
+    # Steps multiply by the dequantized weights, evaluations in int8.
+    assert first["evaluation"] == pytest.approx(first["step"], abs=0.02)

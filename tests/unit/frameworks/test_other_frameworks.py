@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.frameworks.registry import find_other_layouts, why_not_trained
+from shardscope.core.errors import FieldError
+from shardscope.core.serialization import replace_fields
+from shardscope.frameworks.registry import check_trained, find_other_layouts, why_not_trained
 
 CLUSTER = ss.Cluster.parse("4xh100-sxm-80gb")
 
@@ -44,3 +46,40 @@ def test_the_error_names_the_frameworks_that_train_the_plan(
     assert message is not None and expected in message
     for other in find_other_layouts(plan):
         assert why_not_trained(ss.Plan(plan.architecture, CLUSTER, plan.recipe, other)) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "needed"),
+    [
+        # The fix of the first limit alone, pp=1, would be refused for vpp.
+        (ss.Layout.fsdp2(pp=2, vpp=2), {"method": "lora"}, {"Layout.pp": 1, "Layout.vpp": 1}),
+        # tp=1 leaves more data-parallel ranks than the batch has sequences.
+        (
+            ss.Layout.fsdp2(tp=2),
+            {"method": "lora", "global_batch_size": 2},
+            {"Layout.tp": 1, "Recipe.global_batch_size": 4},
+        ),
+        # With tp=1 adapters still cannot be split into stages.
+        (ss.Layout.fsdp2(tp=2, pp=2), {"method": "lora"}, {"Layout.tp": 1, "Layout.pp": 1}),
+        (ss.Layout.zero(), {"loss": "chunked"}, {"Recipe.loss": "full"}),
+    ],
+)
+def test_an_engine_trains_the_plan_with_the_suggested_fix(
+    layout: Any, recipe: dict[str, Any], needed: dict[str, Any]
+) -> None:
+    plan = ss.Plan(ss.models["llama-3.1-8b"], CLUSTER, ss.Recipe(**recipe), layout)
+    with pytest.raises(FieldError) as refusal:
+        check_trained(plan)
+    assert refusal.value.changes == needed
+    parts: dict[str, dict[str, Any]] = {"Recipe": {}, "Layout": {}}
+    for name, value in needed.items():
+        owner, _, field = name.partition(".")
+        parts[owner][field] = value
+        assert f"{field}={value!r}" in str(refusal.value)
+    changed = ss.Plan(
+        plan.architecture,
+        CLUSTER,
+        replace_fields(plan.recipe, parts["Recipe"]),
+        replace_fields(plan.layout, parts["Layout"]),
+    )
+    check_trained(changed)

@@ -192,6 +192,18 @@ def test_tensor_parallel_ranks_offload_activations() -> None:
     assert report.host_bytes > 0
 
 
+def test_fsdp2_tensor_parallel_ranks_offload_activations() -> None:
+    """Saved DTensors were copied by the storage that they do not have: the rehearsal failed."""
+    plan = build_small_plan(ss.Layout.fsdp2(tp=2))
+    plan = replace(plan, recipe=replace(plan.recipe, recompute="offload"))
+    report = rehearse_in_this_process(plan)
+    rehearsed, predicted = (
+        sum(one.components[name] for name in TENSOR_COMPONENTS) for one in (report, plan.memory())
+    )
+    assert predicted == pytest.approx(rehearsed, rel=0.01)
+    assert report.host_bytes == pytest.approx(plan.memory().host_bytes, rel=0.01)
+
+
 @needs_deepspeed
 def test_a_model_that_autotp_does_not_shard_is_rejected() -> None:
     from shardscope.frameworks.deepspeed.rehearsal.rehearse import check_plan

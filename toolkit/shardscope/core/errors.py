@@ -117,9 +117,12 @@ class FieldError(ValueError):
         """Fields that the message has a value or bound for, in its order; may contain other words too."""
         return [before or after for before, after in _FIELD_IN_TEXT.findall(str(self))]
 
-    def with_fix(self, fix: Fix) -> FieldError:
-        """Return the same error with another fix and the same traceback."""
-        text = write_fix(fix)
+    def with_fix(self, fix: Fix, more: str = "") -> FieldError:
+        """Return the same error with another fix and the same traceback.
+
+        ``more`` is text that follows the fix and is no part of its data.
+        """
+        text = write_fix(fix) + more
         # The message ends with the fix and a full stop (see ``__init__``).
         changed = _restore(f"{str(self).removesuffix(f'{self.fix}.')}{text}.", _copy_state(self))
         changed.fix, changed.fix_values = text, _get_fix_values(fix, self.field_names)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import Field, fields, is_dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from shardscope.core.errors import FieldError, check_keys
 from shardscope.core.serialization import replace_fields
@@ -103,17 +103,20 @@ def check_keywords(create: Callable[P, R]) -> Callable[P, R]:
     return create_checked
 
 
-def find_complete_fix(subject: DataclassInstance, error: FieldError) -> dict[str, object] | None:
+def find_complete_fix(
+    subject: T, error: FieldError, check: Callable[[T], object] | None = None
+) -> dict[str, object] | None:
     """Return a minimal set of changes that makes ``subject``, whose constructor raised ``error``, valid.
 
-    Return None if the error's own fix is enough, if it is text, or if the search finds nothing.
+    ``check`` raises ``FieldError`` for a constructed object that is not valid either. Return None if the
+    error's own fix is enough, if it is text, or if the search finds nothing.
     """
     first_fix = error.fix_values
     if first_fix is None:
         return None
     # The search constructs the object many times; each failure would start a search of its own.
     with without_fix_search():
-        search = _Search(subject)
+        search = _Search(subject, check)
         changes = search.extend({}, first_fix)
         if changes is None:
             return None
@@ -153,11 +156,12 @@ def _find_owner(name: str) -> str:
     return "Layout" if is_layout_field else ""
 
 
-class _Search:
+class _Search(Generic[T]):
     """Depth-first search over sets of changes, each tried once because fixes may form a cycle."""
 
-    def __init__(self, subject: DataclassInstance) -> None:
+    def __init__(self, subject: T, check: Callable[[T], object] | None) -> None:
         self._subject = subject
+        self._check = check
         self._tried: set[str] = set()
 
     def extend(self, before: Mapping[str, object], step: Mapping[str, object]) -> dict[str, object] | None:
@@ -184,7 +188,9 @@ class _Search:
     def find_error(self, changes: Mapping[str, object]) -> FieldError | None:
         """Return the error of constructing the object with ``changes``; None if it is valid."""
         try:
-            _rebuild(self._subject, changes)
+            changed = _rebuild(self._subject, changes)
+            if self._check is not None:
+                self._check(changed)
         except FieldError as error:
             return error
         return None
@@ -211,13 +217,12 @@ def _get_parts(subject: DataclassInstance) -> tuple[DataclassInstance, ...]:
     return (subject.recipe, subject.layout) if isinstance(subject, Plan) else (subject,)
 
 
-def _rebuild(subject: DataclassInstance, changes: Mapping[str, object]) -> None:
-    """Construct the object with ``changes``. Raises ``ValueError`` if it is invalid."""
+def _rebuild(subject: T, changes: Mapping[str, object]) -> T:
+    """Return the object with ``changes``. Raises ``ValueError`` if it is invalid."""
     from shardscope.core.plan import Plan  # plan.py imports this module.
 
     if not isinstance(subject, Plan):
-        replace_fields(subject, changes)
-        return
+        return replace_fields(subject, changes)
     recipe, layout = subject.recipe, subject.layout
     # Apply the new layout class first, then field changes to the object that has the field.
     rest = dict(changes)
@@ -226,7 +231,7 @@ def _rebuild(subject: DataclassInstance, changes: Mapping[str, object]) -> None:
     recipe_fields = _get_init_fields(recipe)
     recipe_changes = {name: rest.pop(name) for name in list(rest) if name in recipe_fields}
     parts = {"recipe": replace_fields(recipe, recipe_changes), "layout": replace_fields(layout, rest)}
-    replace_fields(subject, parts)
+    return replace_fields(subject, parts)
 
 
 def _create_layout(constructor: object) -> Layout:

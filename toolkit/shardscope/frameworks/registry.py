@@ -9,7 +9,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from shardscope.core.errors import FieldError
+from shardscope.core.errors import FieldError, write_fix
+from shardscope.core.fixes import find_complete_fix
 from shardscope.core.layout import Layout
 from shardscope.core.number_format import join_list
 from shardscope.frameworks.ddp.layout import DdpLayout
@@ -180,13 +181,20 @@ frameworks: dict[str, Framework] = {
 def check_trained(plan: Plan) -> None:
     """Raise ``ValueError`` if no engine trains ``plan``, with the allowed values. Imports no torch.
 
-    The fix also names the other frameworks that train this plan.
+    The fix has all changes after which an engine trains the plan, and names the other frameworks that train
+    it unchanged.
     """
     try:
-        frameworks[plan.layout.framework].limits().check_plan(plan)
+        _check_limits(plan)
     except FieldError as refusal:
+        # A limit knows its own field only: with its value another limit may apply, or the plan be invalid.
+        fix = find_complete_fix(plan, refusal, _check_limits) or refusal.fix_values or refusal.fix
         # ``from None``: the same error with a longer fix, so one traceback is enough.
-        raise refusal.with_fix(_add_other_frameworks(refusal.fix, plan)) from None
+        raise refusal.with_fix(fix, _name_other_frameworks(write_fix(fix), plan)) from None
+
+
+def _check_limits(plan: Plan) -> None:
+    frameworks[plan.layout.framework].limits().check_plan(plan)
 
 
 def check_config(plan: Plan, config: Mapping[str, object]) -> None:
@@ -217,20 +225,20 @@ def list_layout_names() -> dict[str, str]:
 def is_trained(plan: Plan) -> bool:
     """Return whether an engine trains ``plan``; faster than :func:`why_not_trained`, which finds a fix."""
     try:
-        frameworks[plan.layout.framework].limits().check_plan(plan)
+        _check_limits(plan)
     except ValueError:
         return False
     return True
 
 
-def _add_other_frameworks(fix: str, plan: Plan) -> str:
-    """Return ``fix``, followed by the frameworks not named in it that train ``plan`` unchanged."""
+def _name_other_frameworks(fix: str, plan: Plan) -> str:
+    """Return the frameworks not named in ``fix`` that train ``plan`` unchanged, as text that follows it."""
     # A fix may be code (``Layout.fsdp2()``) or a sentence: both contain the framework's name.
     text = fix.lower()
     titles = [layout.title for layout in find_other_layouts(plan) if layout.framework not in text]
     if not titles:
-        return fix
-    return f"{fix}, or {join_list(titles, 'or')}, which {'trains' if len(titles) == 1 else 'train'} it"
+        return ""
+    return f", or {join_list(titles, 'or')}, which {'trains' if len(titles) == 1 else 'train'} it"
 
 
 def find_other_layouts(plan: Plan) -> list[Layout]:

@@ -7,7 +7,9 @@ the head, routers and fused experts are not quantized. int8 has no outlier thres
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, TypedDict
 
@@ -168,8 +170,20 @@ def _quantize_int8(plain: torch.nn.Linear) -> torch.nn.Module:
     )
     packed.weight = bnb.nn.Int8Params(plain.weight.detach(), requires_grad=False)
     packed.bias = plain.bias
+    packed.forward = functools.partial(_run_on_rows, packed.forward)
     module: torch.nn.Module = packed.to(plain.weight.device)
     return module
+
+
+def _run_on_rows(forward: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Run an int8 Linear on a tensor of any number of dimensions.
+
+    bitsandbytes itself takes three at most (0.50, ``MatMul8bitLt.forward``); latent attention has four.
+    """
+    if tensor.ndim <= 3:
+        return forward(tensor)
+    rows = forward(tensor.flatten(0, -2))
+    return rows.view(*tensor.shape[:-1], rows.shape[-1])
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:

@@ -8,8 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from shardscope.training.optimizers.gradients import local_shard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -131,6 +136,16 @@ class _OffloadedTensor(NamedTuple):
     offset: int | torch.SymInt
 
 
+class _OffloadedDTensor(NamedTuple):
+    """A saved DTensor, whose local tensor is in host memory."""
+
+    local: _OffloadedTensor
+    mesh: DeviceMesh
+    placements: Sequence[Placement]
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 def _run_offloaded(layer: torch.nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run ``forward`` with its saved tensors in host memory, each storage copied once.
 
@@ -140,10 +155,20 @@ def _run_offloaded(layer: torch.nn.Module, forward: Callable[P, R], *args: P.arg
     parameters = list(layer.parameters())
     copies: dict[int, _HostCopy] = {}
 
-    def offload(tensor: torch.Tensor) -> torch.Tensor | _OffloadedTensor:
+    def offload(tensor: torch.Tensor) -> torch.Tensor | _OffloadedTensor | _OffloadedDTensor:
+        # With tensor parallelism. A DTensor has no storage of its own: reading it crashes the process.
+        if isinstance(tensor, DTensor):
+            local = offload(tensor._local_tensor)
+            if not isinstance(local, _OffloadedTensor):
+                return tensor
+            return _OffloadedDTensor(
+                local, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
+            )
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.trigger_wait()
         # Storages are compared by the address of the C++ object: Python objects of one storage differ.
         storage = tensor.untyped_storage()
-        if any(parameter.untyped_storage()._cdata == storage._cdata for parameter in parameters):
+        if any(local_shard(parameter).untyped_storage()._cdata == storage._cdata for parameter in parameters):
             return tensor
         if storage._cdata not in copies or not copies[storage._cdata].is_current:
             copies[storage._cdata] = _HostCopy(storage, tensor.device)
@@ -151,9 +176,18 @@ def _run_offloaded(layer: torch.nn.Module, forward: Callable[P, R], *args: P.arg
             copies[storage._cdata], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
         )
 
-    def fetch_back(saved: torch.Tensor | _OffloadedTensor) -> torch.Tensor:
+    def fetch_back(saved: torch.Tensor | _OffloadedTensor | _OffloadedDTensor) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
+        if isinstance(saved, _OffloadedDTensor):
+            return DTensor.from_local(
+                fetch_back(saved.local),
+                saved.mesh,
+                saved.placements,
+                run_check=False,
+                shape=saved.size,
+                stride=saved.stride,
+            )
         empty = torch.empty(0, dtype=saved.dtype, device=saved.copy.device)
         return empty.set_(saved.copy.fetch(), saved.offset, saved.size, saved.stride)
 
