@@ -16,6 +16,7 @@ import shardscope as ss
 from requirements import needs
 from shardscope.export.files import list_files
 from shardscope.frameworks.deepspeed.files import config_keys
+from shardscope.frameworks.megatron.engine.launching import stand_in_for_triton_kernels
 from shardscope.frameworks.megatron.files.arguments import build_arguments
 from shardscope.frameworks.megatron.files.read import READ
 
@@ -327,6 +328,7 @@ def test_exported_megatron_flags_exist_in_its_source() -> None:
 def test_megatron_core_has_a_field_for_each_flag() -> None:
     """Each flag is a field's name, ``no-`` or ``disable-`` one that is true, or what its metadata says."""
     needs("megatron")
+    stand_in_for_triton_kernels()
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.requirements import needs_installed
+from tests.requirements import needs_installed, thorough
 
 import shardscope as ss
 from shardscope.frameworks.megatron.engine import launching
@@ -154,6 +154,29 @@ def test_one_cuda_connection_is_set_before_blackwell_with_tp_or_cp(
     base = build_cp_plan(f"4x{gpu}")
     launching.before_fork(replace(base, layout=ss.Layout.megatron(**layout)), "cuda")
     assert os.environ.get(launching.ONE_CONNECTION) == expected_value
+
+
+@thorough()
+@needs_installed("megatron")
+def test_megatron_core_is_imported_without_triton() -> None:
+    """CPU builds of torch have no Triton, and macOS has none at all."""
+    code = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+import shardscope as ss
+from shardscope.frameworks.engines import before_fork
+plan = ss.Plan(
+    ss.Architecture.of_size("2m"),
+    ss.Cluster.parse("2xcpu"),
+    ss.Recipe(seq_len=128, global_batch_size=4),
+    ss.Layout.megatron(tp=2),
+)
+before_fork(plan, "cpu")
+# As megatron-core 0.19 does, by default too.
+from megatron.core.transformer.moe.ops.paged_stash import paged_stash_copy_kernel
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'

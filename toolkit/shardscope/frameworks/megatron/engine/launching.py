@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 import warnings
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +21,9 @@ MODULES = (
 )
 
 ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+STASH_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
+STASH_NAMES = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
 
 
 def wants_one_connection(plan: Plan) -> bool:
@@ -46,3 +51,16 @@ def before_fork(plan: Plan, device_type: str) -> None:
         warnings.simplefilter("ignore")
         for name in MODULES:
             importlib.import_module(name)
+
+
+def stand_in_for_triton_kernels() -> None:
+    """Let this process import megatron-core without Triton, which torch's CPU builds do not bring.
+
+    megatron-core 0.19 imports Triton unconditionally in one module: the kernels of ``moe_paged_stash``, which
+    neither engine nor rehearsal enables. This registers a module without kernels in its place. Other
+    releases do not import that module.
+    """
+    if importlib.util.find_spec("triton") is None and STASH_KERNELS not in sys.modules:
+        kernels = ModuleType(STASH_KERNELS)
+        vars(kernels).update(dict.fromkeys(STASH_NAMES))
+        sys.modules[STASH_KERNELS] = kernels
