@@ -28,7 +28,7 @@ MEGATRON_FLAGS = {
 """Flags that distinguish the training from other programs of the same script."""
 CLOSING = {"(": ")", "{": "}"}
 ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
-BRACED = re.compile(r"(\w+|@|\*)(\[[@*]\])?(?:(:?)([-=+])(.*))?", re.DOTALL)
+BRACED = re.compile(r"(\w+|@|\*)(\[[@*]\])?(?:(:?)([-+])(.*))?", re.DOTALL)
 PLAIN = re.compile(r"[A-Za-z_]\w*|[\d@*#?$!-]")
 WITHOUT_SPECIAL = re.compile(r"[^\\'\"`$]+")
 UNSET = re.compile(r"\$[{(].*|`.*", re.DOTALL)
@@ -38,8 +38,6 @@ UNKNOWN = re.compile(r"\$[{(]|`")
 LIST = re.compile(r"(?<=[=$])\(")
 FUNCTION = re.compile(r"\(\)\s*")
 SEPARATOR = re.compile(r"(?P<end>[\n;()])|(?:[ \t]|\\\n)+|(?P<joint>\|[|&]?|(?<![<>])&&?(?!>))")
-DOCUMENT = re.compile(r"\s*(?:cat|tee)\b.*(?<!<)<<-?\s*(['\"]?)(\w+)\1")
-"""The start of a here-document that is written into a file, and the line that ends it."""
 REDIRECTION = re.compile(r"(?:\d*|&)[<>]+&?(.*)", re.DOTALL)
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 CHANGING = ("let", "read", "unset", "mapfile", "readarray")
@@ -69,14 +67,9 @@ def read_script_arguments(
     """
     script = _Script(name, guess)
     try:
-        script.run("\n".join(_drop_documents(text)))
+        script.run(text.replace("\r\n", "\n"))
     except RecursionError:
-        refuse(
-            name,
-            text[:60],
-            "brackets, quotes and eval in each other up to a depth of some 100",
-            "less nesting",
-        )
+        refuse(name, text[:60], "brackets and eval in each other to a depth of some 100", "less nesting")
     commands = [list(_list_arguments(words, alone)) for words in script.commands]
     with_flags = [words for words in commands if any(word.startswith("--") for word in words)]
     if not with_flags:
@@ -84,18 +77,6 @@ def read_script_arguments(
         fix = "a file that has only the arguments"
         refuse(name, "a shell script", allowed, fix, "It has no such arguments")
     return max(with_flags, key=lambda words: len(MEGATRON_FLAGS & {word.partition("=")[0] for word in words}))
-
-
-def _drop_documents(text: str) -> Iterator[str]:
-    """Yield the lines of ``text`` without here-documents."""
-    end: str | None = None
-    for line in text.replace("\r\n", "\n").split("\n"):
-        if end is None:
-            yield line
-            match = DOCUMENT.match(line)
-            end = match[2] if match else None
-        elif line.strip() == end:
-            end = None
 
 
 def _list_arguments(words: list[str], alone: frozenset[str]) -> Iterator[str]:
@@ -220,13 +201,8 @@ class _Script:
 
     def _follow_commands(self, words: list[str], is_running: bool) -> None:
         """Follow the commands that ``&&`` and ``||`` join. One that is no condition succeeds."""
-        holds, joint = True, "&&"
-        command: list[str] = []
-        for word in [*words, ";"]:
-            in_brackets = not {"[", "[["}.isdisjoint(command[:2]) and command[-1] not in ("]", "]]")
-            if word not in ("&&", "||", ";") or (in_brackets and word != ";"):
-                command.append(word)
-                continue
+        holds = True
+        for joint, command in _split_list(words):
             runs = is_running and holds == (joint == "&&")
             if command[:1] == ["{"]:
                 self.blocks.append((runs, True))
@@ -234,7 +210,6 @@ class _Script:
             if runs and command:
                 is_condition = command[0] in CONDITIONS
                 holds = self._decide(command) if is_condition else self._follow_command(command)
-            command, joint = [], word
 
     def _follow_command(self, words: list[str]) -> bool:
         if words[0] in DECLARING:
@@ -262,19 +237,25 @@ class _Script:
 
     def _assign(self, name: str, adds: str, value: str) -> None:
         previous = self.values.get(name, []) if adds else []
+        itself = f"${{{name}}}"  # empty if not set before; it would be the new value in an eval
         if value.startswith("("):
             items = [word for words in self._split_statements(value[1:-1]) for word in words]
-            self.values[name] = previous + self._expand_all(items)
+            self.values[name] = previous + [item for item in self._expand_all(items) if item != itself]
         else:
-            self.values[name] = ["".join(previous[:1]) + self._expand_text(value)]
+            self.values[name] = ["".join(previous[:1]) + self._expand_text(value).replace(itself, "")]
 
     def _decide(self, words: list[str]) -> bool:
-        """Return whether a condition holds; the guess if only a shell knows."""
-        holds = self._test(words)
+        """Return whether conditions that ``&&`` and ``||`` join hold; the guess if only a shell knows."""
+        holds: bool | None = True
+        for joint, command in _split_list(words):
+            if holds == (joint == "||"):
+                continue
+            other = self._test(command)
+            holds = other if holds is not None or other == (joint == "||") else None
         return self.guess if holds is None else holds
 
     def _test(self, words: list[str]) -> bool | None:
-        """Return whether a condition holds; None if only a shell knows."""
+        """Return whether the condition between brackets holds; None if only a shell knows."""
         words = [{"-o": "||", "-a": "&&"}.get(word, word) for word in words]
         alternatives: list[bool | None] = []
         for sides in _split(words, "||"):
@@ -399,13 +380,23 @@ class _Script:
         if kind == "+":
             return [self._expand_text(other)] if has_value else []
         if kind and not has_value:
-            value = [self._expand_text(other)]
-            if kind == "=":
-                self.values[name] = value
-            return value
+            return [self._expand_text(other)]
         if value is None:
             return [f"${{{name}}}"]
         return value if index else value[:1]
+
+
+def _split_list(words: list[str]) -> list[tuple[str, list[str]]]:
+    """Return each command with the ``&&`` or ``||`` before it; those in brackets join no commands."""
+    commands: list[tuple[str, list[str]]] = [("&&", [])]
+    for word in words:
+        command = commands[-1][1]
+        in_brackets = not {"[", "[["}.isdisjoint(command[:2]) and command[-1] not in ("]", "]]")
+        if word in ("&&", "||") and not in_brackets:
+            commands.append((word, []))
+        else:
+            command.append(word)
+    return commands
 
 
 def _split(words: list[str], separator: str) -> list[list[str]]:
