@@ -104,6 +104,14 @@ def test_results_that_are_read_again_are_not_dropped() -> None:
     assert rows.expand(again).tolist() == rows.expand(product).tolist()
 
 
+def test_equal_columns_of_functions_are_one_after_results_are_dropped() -> None:
+    rows = Rows([np.arange(5)])
+    column: Any = rows.build_column(1, np.arange(5))
+    parity = Column.map_distinct(lambda number: number % 2, column)
+    rows.drop_unused_results()
+    assert Column.map_distinct(lambda number: number & 1, column) is parity
+
+
 @settings(max_examples=examples(50), deadline=None)
 @given(tables())
 def test_sums_and_largest_of_several_columns(table: Any) -> None:

@@ -155,11 +155,11 @@ torchrun pretrain_gpt.py --micro-batch-size 1 $OPTIONS
         ("MODEL_ARGS=(--num-layers 32)\n", "a script that calls pretrain_gpt.py"),
         ("source model.sh\ntorchrun pretrain_gpt.py $MODEL_ARGS\n", "a script that calls pretrain_gpt.py"),
         ("A='x\ntorchrun pretrain_gpt.py --bf16\n", "Nearest fix: a closing '"),
-        ("A=" + "$(" * 2000 + "\n", "Nearest fix: a closing"),
-        (LONG + 'B="$A$A$A"\ntorchrun pretrain_gpt.py $B --bf16\n', "100,000 characters"),
-        (LONG + "torchrun pretrain_gpt.py --bf16 " + "$A " * 100_000, "100,000 characters"),
-        (LONG + "B=(" + "$A " * 100_000 + ")\n", "100,000 characters"),
-        (LONG + 'torchrun pretrain_gpt.py "' + "$A" * 100_000 + '"\n', "100,000 characters"),
+        ("A=" + "$(" * 2000 + "\n", "Nearest fix: less nesting"),
+        (LONG + 'B="$A$A$A"\n' * 20, "500,000 characters"),
+        (LONG + "torchrun pretrain_gpt.py --bf16 " + "$A " * 100_000, "500,000 characters"),
+        (LONG + "B=(" + "$A " * 100_000 + ")\n", "500,000 characters"),
+        (LONG + 'torchrun pretrain_gpt.py "' + "$A" * 100_000 + '"\n', "500,000 characters"),
     ],
     ids=[
         "model only",
@@ -177,9 +177,83 @@ def test_script_without_readable_arguments_raises(text: str, message: str) -> No
         read_script_arguments("train.sh", text)
 
 
-def test_texts_that_run_themselves_end() -> None:
-    script = """CMD='eval "$CMD"; eval "$CMD"; python x.py'\neval "$CMD"\n"""
-    assert read_script_arguments("train.sh", script + "torchrun pretrain_gpt.py --bf16") == ["--bf16"]
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("cd /megatron && RUN --tensor-model-parallel-size 4", "4"),
+        ("N=2\n[ $N -gt 2 ] && TP=8 || TP=4", "4"),
+        ("N=4\nif test $N -gt 2 -a $N -lt 8; then TP=8; else TP=1; fi", "8"),
+        ("X=a\nTP=1\n[[ $X = b || $X = c ]] && TP=2\n! [ $X = a ] || TP=8", "8"),
+        ("M=llama-70b\nif [[ $M == *70b* ]]; then TP=8; else TP=1; fi", "8"),
+        ("X=a\nif [ $X = a ] || [ $X = b ] && [ -z $X ]; then TP=1; else TP=8; fi", "8"),
+        ("export JOB TP=8", "8"),
+        ("TP=8\nTP=1 python prepare.py", "8"),
+        ("TP=8\ntrue || {\nTP=2\nTP=1\n}", "8"),
+        ("TP=8\npython tools/preprocess.py --seq-length 128", "8"),
+    ],
+)
+def test_values_are_those_that_bash_has(script: str, expected: str) -> None:
+    """Each was read as another value, or not at all."""
+    run = "torchrun pretrain_gpt.py --num-layers 2"
+    text = (
+        script.replace("RUN", run) if "RUN" in script else f"{script}\n{run} --tensor-model-parallel-size $TP"
+    )
+    assert read_script_arguments("train.sh", text)[2:] == ["--tensor-model-parallel-size", expected]
+
+
+def test_variable_that_is_added_to_itself_starts_empty() -> None:
+    """An eval replaced the variable in its own value once more: its flags were there twice."""
+    text = 'O="$O --num-layers 2"\nO="$O --bf16"\neval "torchrun pretrain_gpt.py $O"'
+    assert read_script_arguments("train.sh", text) == ["--num-layers", "2", "--bf16"]
+
+
+@pytest.mark.parametrize("change", ["let TP=TP*2", "((TP = TP * 2))", "read -r TP", "unset TP"])
+def test_variable_that_a_command_changes_is_unknown(change: str) -> None:
+    text = f"TP=4\n{change}\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP"
+    assert read_script_arguments("train.sh", text)[-1] == "${TP}"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "if [ -d /data ]; then TP=8; else TP=1; fi",
+        "TP=1\nif [ -d /data ]; then TP=8; fi",
+        "TP=1\nif nvidia-smi | grep -q H100; then TP=8; fi",
+        "TP=1\n[[ $(hostname) = node* ]] && TP=8",
+        'M=llama-70b\nif [ "${M%-*}" = llama ]; then TP=8; else TP=1; fi',
+        "M=70b\nTP=1\ncase $M in\n7b) TP=2;;\n70b) TP=8;;\nesac",
+        "TP=8\nsmall() {\n  TP=1\n}",
+        "for TP in 1 8; do",
+    ],
+)
+def test_what_only_a_shell_can_follow_is_warned_of(script: str, tmp_path: Path) -> None:
+    """One of both values was in the plan, and nobody knew of the other."""
+    file = tmp_path / "train.sh"
+    file.write_text(
+        f"{script}\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP "
+        "--micro-batch-size 1 --global-batch-size 16 --group-query-attention --num-query-groups 8 --swiglu "
+        "--disable-bias-linear --untie-embeddings-and-output-weights --normalization RMSNorm "
+        "--position-embedding-type rope --bf16 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+        "--ffn-hidden-size 14336 --vocab-size 128256\n"
+    )
+    with pytest.warns(UserWarning, match=r"read with --tensor-.*-size 1 \(or --tensor-.*-size 8\)"):
+        plan = ss.Plan.from_megatron(file, architecture=ss.models["llama-3.1-8b"], cluster=SIXTEEN)
+    assert plan.degrees.tp == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        """CMD='eval "$CMD"; eval "$CMD"; python x.py'\neval "$CMD"\n""",
+        "A0=x\n"
+        + "".join(f"""A{n + 1}='eval "$A{n}"; eval "$A{n}"'\n""" for n in range(40))
+        + 'eval "$A40"\n',
+    ],
+    ids=["itself", "doubling"],
+)
+def test_texts_that_run_themselves_end(script: str) -> None:
+    with pytest.raises(ValueError, match=r"less nesting|characters together"):
+        read_script_arguments("train.sh", script + "torchrun pretrain_gpt.py --bf16")
 
 
 TOKENS = [
@@ -202,6 +276,7 @@ TOKENS = [
         "!",
     ),
     *("-n", "=", "&&", "||", "|", ">", ";", "(", ")", "{", "}", "'", "`", "#", "\\", "cat", "<<EOF", "EOF"),
+    *("test", "function", "()", "((", "until", "-a", "export", "read", "&", "<<<", "*"),
     *("eval", "x.py", "--bf16", "A=", "A+=(", "$(", "${", "$((", "))", "$((1+", "$A", "${A[@]}", "${A:-x}"),
     *('"${A[@]}"', '"', "\n", "\\\n", " "),
 ]

@@ -113,6 +113,9 @@ def _build_columns(rows: Rows, arguments: ArgumentRows, results: Sequence[object
         array = np.array(values)[kind_of]
         # Equal columns of different functions are one column, so that sums of them are computed once.
         key: CacheKey = Column, keys, array.dtype.char, array.tobytes()
-        return rows.columns.setdefault(key, Column(rows, keys, array))
+        column = rows.columns.find(key)
+        if column is None:
+            column = rows.columns[key] = Column(rows, keys, array)
+        return column
 
     return stack_fields(distinct_results, build_column)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.core.errors import Value, refuse
+from shardscope.core.errors import Value, refuse, warn_user
 from shardscope.core.recipe import Recipe
 from shardscope.core.serialization import replace_fields
 from shardscope.core.text_positions import KeyPath
@@ -125,6 +125,9 @@ MISSPELT = 0.9
 LONG = 6
 """Length from which the beginning of a flag counts as an abbreviation in the middle of a word, too."""
 
+MAX_CHANGES = 4
+"""Maximum number of flags in the warning of a script's conditions."""
+
 
 def read(
     arguments: str | Path | Sequence[str],
@@ -176,6 +179,8 @@ def read(
     _check_split(document, plan)
     check_padding(document, plan)
     check_grouped_experts(document, plan)
+    if file is not None and _is_script(file, text := read_text(file)):
+        _warn_of_conditions(file.name, text)
     return plan
 
 
@@ -191,7 +196,7 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
     if is_path:
         file = expand_home(str(arguments))
         text = read_text(str(arguments))
-        if file.suffix.lower() not in SCRIPTS or text.lstrip().startswith("--"):
+        if not _is_script(file, text):
             return _parse_arguments(file.name, _split_lines(file.name, text)), file
         words = read_script_arguments(file.name, text, ALONE)
         return _parse_arguments(file.name, [(0, word) for word in words]), file
@@ -214,6 +219,45 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
         script = next((index for index, item in enumerate(arguments) if item.endswith(".py")), -1)
         arguments = arguments[script + 1 :]
     return _parse_arguments("the arguments", [(0, item) for item in arguments]), None
+
+
+def _is_script(file: Path, text: str) -> bool:
+    return file.suffix.lower() in SCRIPTS and not text.lstrip().startswith("--")
+
+
+def _warn_of_conditions(name: str, text: str) -> None:
+    """Warn of flags that depend on what only a shell knows: files, the script's own arguments, loops."""
+    try:
+        values, other_values = (
+            _join_values(read_script_arguments(name, text, ALONE, guess=guess)) for guess in (False, True)
+        )
+    except ValueError:
+        return
+    changes = [
+        f"{values.get(flag, f'no --{flag}')} (or {other_values.get(flag, 'none')})"
+        for flag in READ
+        if values.get(flag) != other_values.get(flag)
+    ]
+    if changes:
+        listed = ", ".join(changes[:MAX_CHANGES]) + (", ..." if len(changes) > MAX_CHANGES else "")
+        warn_user(
+            f"{name} is read with {listed}: this depends on a condition, loop or function that only a shell "
+            "can follow.",
+            UserWarning,
+        )
+
+
+def _join_values(words: list[str]) -> dict[str, str]:
+    """Return each flag with its values as they were given."""
+    values: dict[str, str] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag = word[2:].partition("=")[0]
+            values[flag] = word
+        elif flag:
+            values[flag] += f" {word}"
+    return values
 
 
 def _split_lines(name: str, text: str) -> list[tuple[int, str]]:
