@@ -34,7 +34,7 @@ def test_a_default_that_is_set_by_name_is_trained(layout: Any, default: dict[str
     ("layout", "recipe", "expected"),
     [
         (ss.Layout.zero(), {"optimizer": "lion"}, "or DDP or FSDP2, which train it"),
-        (ss.Layout.megatron(cp=2), {}, "Nearest fix: layout=Layout.fsdp2(cp=2)."),
+        (ss.Layout.megatron(cp=2), {}, "Nearest fix: layout=Layout.fsdp2(), cp=2."),
         (ss.Layout.ddp(), {"attention": "flash"}, "attention=None."),
     ],
 )
@@ -62,6 +62,12 @@ def test_the_error_names_the_frameworks_that_train_the_plan(
         # With tp=1 adapters still cannot be split into stages.
         (ss.Layout.fsdp2(tp=2, pp=2), {"method": "lora"}, {"Layout.tp": 1, "Layout.pp": 1}),
         (ss.Layout.zero(), {"loss": "chunked"}, {"Recipe.loss": "full"}),
+        # FSDP2 has no kernels of Megatron-core, and keeps the sequences sharded.
+        (
+            ss.Layout.megatron(cp=2),
+            {"kernels": "megatron"},
+            {"Layout": ss.Layout.fsdp2(), "Layout.cp": 2, "Recipe.kernels": None},
+        ),
     ],
 )
 def test_an_engine_trains_the_plan_with_the_suggested_fix(
@@ -72,14 +78,29 @@ def test_an_engine_trains_the_plan_with_the_suggested_fix(
         check_trained(plan)
     assert refusal.value.changes == needed
     parts: dict[str, dict[str, Any]] = {"Recipe": {}, "Layout": {}}
+    new_layout = needed.get("Layout", plan.layout)
     for name, value in needed.items():
         owner, _, field = name.partition(".")
+        if not field:
+            continue
         parts[owner][field] = value
         assert f"{field}={value!r}" in str(refusal.value)
     changed = ss.Plan(
         plan.architecture,
         CLUSTER,
         replace_fields(plan.recipe, parts["Recipe"]),
-        replace_fields(plan.layout, parts["Layout"]),
+        replace_fields(new_layout, parts["Layout"]),
     )
     check_trained(changed)
+
+
+@pytest.mark.parametrize(("layout", "method"), [({"tp": 2}, "lora"), ({"pp": 2, "vpp": 2}, "qlora")])
+def test_a_missing_package_does_not_change_what_the_fix_trains(
+    layout: Any, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fix was method="full", the only plan that is trained without peft."""
+    monkeypatch.setattr("shardscope.frameworks.limits.is_missing", lambda package: True)
+    plan = ss.Plan(ss.models["llama-3.1-8b"], CLUSTER, ss.Recipe(method=method), ss.Layout.fsdp2(**layout))
+    with pytest.raises(FieldError) as refusal:
+        check_trained(plan)
+    assert refusal.value.changes == {f"Layout.{name}": 1 for name in layout}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import gzip
 import json
+import pickle
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,22 @@ def test_an_unused_trace_is_freed_and_its_files_are_closed_at_once(folder: Path,
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_trace_outlives_it(folder: Path, duplicate: Callable[[Trace], Trace]) -> None:
+    trace = Trace.load(folder)
+    kernels = trace.kernels()
+    other = duplicate(trace)
+    del trace
+    gc.collect()
+    assert list(other.kernels()) == list(kernels)
+    assert other.activity.trace is other
+
+
+def test_an_activity_without_its_trace_gives_the_fix(folder: Path) -> None:
+    with pytest.raises(ReferenceError, match=r"Fix: keep it in a variable, trace = ss\.Trace\.load"):
+        _ = Trace.load(folder).activity.ranks
 
 
 def test_second_opening_reads_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

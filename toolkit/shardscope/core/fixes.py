@@ -108,8 +108,9 @@ def find_complete_fix(
 ) -> dict[str, object] | None:
     """Return a minimal set of changes that makes ``subject``, whose constructor raised ``error``, valid.
 
-    ``check`` raises ``FieldError`` for a constructed object that is not valid either. Return None if the
-    error's own fix is enough, if it is text, or if the search finds nothing.
+    ``check`` raises ``FieldError`` for a constructed object that is not valid either; one whose fix is text
+    (``pip install ...``) needs no further change. Return None if the error's own fix is enough, if it is
+    text, or if the search finds nothing.
     """
     first_fix = error.fix_values
     if first_fix is None:
@@ -121,9 +122,12 @@ def find_complete_fix(
         if changes is None:
             return None
         # Drop each change that is not needed: later steps may have made earlier ones redundant.
-        for name in list(changes):
-            fewer = {key: value for key, value in changes.items() if key != name}
-            if fewer and name != "layout" and search.find_error(fewer) is None:
+        for name, value in list(changes.items()):
+            # A degree of another layout stays: without it that layout would be valid too, but another one.
+            if name == "layout" or ("layout" in first_fix and first_fix.get(name) == value):
+                continue
+            fewer = {key: other for key, other in changes.items() if key != name}
+            if fewer and search.find_error(fewer) is None:
                 changes = fewer
     return None if changes == first_fix else changes
 
@@ -186,13 +190,17 @@ class _Search(Generic[T]):
         return None
 
     def find_error(self, changes: Mapping[str, object]) -> FieldError | None:
-        """Return the error of constructing the object with ``changes``; None if it is valid."""
+        """Return the error of the object with ``changes``; None if no further change is needed."""
         try:
             changed = _rebuild(self._subject, changes)
+        except FieldError as error:
+            return error
+        try:
             if self._check is not None:
                 self._check(changed)
         except FieldError as error:
-            return error
+            # Without a package that is to be installed, only a plan that trains something else is valid.
+            return None if error.fix_values is None else error
         return None
 
     def _suggest_steps(self, error: FieldError) -> Iterator[dict[str, object]]:

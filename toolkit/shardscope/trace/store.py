@@ -198,6 +198,10 @@ class Trace:
         trace.plan, trace.trains_the_plan = self.plan, self.trains_the_plan
         return trace
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state for a copy, which computes its own :attr:`activity`: that refers to its trace."""
+        return {name: value for name, value in vars(self).items() if name != "activity"}
+
     def release(self) -> None:
         """Free all columns and what was derived from them; what is used again is read again."""
         for name, member in vars(Trace).items():

@@ -177,8 +177,8 @@ def check_context_parallel(plan: Plan) -> None:
         refuse(
             "Recipe.recompute",
             recipe.recompute,
-            "'none', 'selective', 'full' with cp > 1: ring attention saves DTensors, whose storage cannot be "
-            "offloaded (torch.Tensor.untyped_storage)",
+            "'none', 'selective', 'full' with cp > 1: ring attention's memory with offloaded activations "
+            "was never measured",
             {"recompute": "full"},
         )
     if arch.sliding_window_layers and arch.sliding_window and recipe.seq_len >= arch.sliding_window:

@@ -86,7 +86,7 @@ def _check_transformer_engine(cp: int) -> None:
             cp,
             "1 to train with Megatron-core until Transformer Engine, whose attention is its context "
             f"parallelism, is installed: {INSTALL}; fsdp2 needs none of it",
-            f"layout=Layout.fsdp2(cp={cp})",
+            {"layout": "fsdp2", "cp": cp},
         )
 
 
@@ -101,7 +101,7 @@ def _check_context_device(plan: Plan, cp: int) -> None:
             cp,
             "1 to train with Megatron-core on CPU ranks: its context parallelism is Transformer Engine's "
             f"attention, whose kernels for it need a GPU (there: {INSTALL}); fsdp2 needs none of it",
-            f"layout=Layout.fsdp2(cp={cp})",
+            {"layout": "fsdp2", "cp": cp},
         )
 
 

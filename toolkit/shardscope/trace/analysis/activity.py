@@ -97,9 +97,15 @@ class Activity:
 
     @property
     def trace(self) -> Trace:
-        """The trace, whose :attr:`~shardscope.trace.Trace.activity` this is."""
+        """The trace, whose :attr:`~shardscope.trace.Trace.activity` this is.
+
+        Raises ``ReferenceError`` if the trace is freed: the activity alone does not keep it.
+        """
         trace = self._trace()
-        assert trace is not None, "the activity is used while its trace is"
+        if trace is None:
+            raise ReferenceError(
+                "The trace of this activity is freed. Fix: keep it in a variable, trace = ss.Trace.load(...)."
+            )
         return trace
 
     def mask_categories(self, categories: frozenset[str]) -> Mask:
