@@ -125,9 +125,6 @@ MISSPELT = 0.9
 LONG = 6
 """Length from which the beginning of a flag counts as an abbreviation in the middle of a word, too."""
 
-MAX_CHANGES = 4
-"""Maximum number of flags in the warning of a script's conditions."""
-
 
 def read(
     arguments: str | Path | Sequence[str],
@@ -179,8 +176,6 @@ def read(
     _check_split(document, plan)
     check_padding(document, plan)
     check_grouped_experts(document, plan)
-    if file is not None and _is_script(file, text := read_text(file)):
-        _warn_of_conditions(file.name, text)
     return plan
 
 
@@ -198,7 +193,15 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
         text = read_text(str(arguments))
         if not _is_script(file, text):
             return _parse_arguments(file.name, _split_lines(file.name, text)), file
-        words = read_script_arguments(file.name, text, ALONE)
+        words, conditional_flags = read_script_arguments(file.name, text, ALONE)
+        known = conditional_flags & {*READ, *REFUSED, *COSTLY}
+        conditional = [f"--{flag}" for flag in sorted(known)]
+        if conditional:
+            warn_user(
+                f"{file.name} sets {', '.join(conditional)} in a condition, a loop or a function, which only "
+                "a shell can follow.",
+                UserWarning,
+            )
         return _parse_arguments(file.name, [(0, word) for word in words]), file
     if isinstance(arguments, str):
         arguments = arguments.replace("\r\n", "\n")
@@ -223,41 +226,6 @@ def _read_document(arguments: str | Path | Sequence[str]) -> tuple[Document, Pat
 
 def _is_script(file: Path, text: str) -> bool:
     return file.suffix.lower() in SCRIPTS and not text.lstrip().startswith("--")
-
-
-def _warn_of_conditions(name: str, text: str) -> None:
-    """Warn of flags that depend on what only a shell knows: files, the script's own arguments, loops."""
-    try:
-        values, other_values = (
-            _join_values(read_script_arguments(name, text, ALONE, guess=guess)) for guess in (False, True)
-        )
-    except ValueError:
-        return
-    changes = [
-        f"{values.get(flag, f'no --{flag}')} (or {other_values.get(flag, 'none')})"
-        for flag in READ
-        if values.get(flag) != other_values.get(flag)
-    ]
-    if changes:
-        listed = ", ".join(changes[:MAX_CHANGES]) + (", ..." if len(changes) > MAX_CHANGES else "")
-        warn_user(
-            f"{name} is read with {listed}: this depends on a condition, loop or function that only a shell "
-            "can follow.",
-            UserWarning,
-        )
-
-
-def _join_values(words: list[str]) -> dict[str, str]:
-    """Return each flag with its values as they were given."""
-    values: dict[str, str] = {}
-    flag = ""
-    for word in words:
-        if word.startswith("--"):
-            flag = word[2:].partition("=")[0]
-            values[flag] = word
-        elif flag:
-            values[flag] += f" {word}"
-    return values
 
 
 def _split_lines(name: str, text: str) -> list[tuple[int, str]]:
