@@ -397,7 +397,7 @@ def test_train_py_is_copied_and_imports_no_shardscope(framework: str, name: str)
     assert others <= IMPORTED | BESIDE
     files = render_texts(build_small_plan(OWN_FILES[framework], "8xh100-sxm-80gb"))
     assert all(f"{module}.py" in files for module in others & BESIDE)
-    assert (50 if name == "checkpoints.py" else 150) <= len(text.splitlines()) <= 300
+    assert (50 if name == "checkpoints.py" else 150) <= len(text.splitlines()) <= 310
 
 
 @pytest.mark.parametrize("framework", FAMILIES)

@@ -19,6 +19,7 @@ import functools
 import json
 import math
 import os
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -241,6 +242,13 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: 
     return total / dist.get_world_size()
 
 
+def exit_process() -> None:
+    """End the process at once: threads of FSDP2's process groups can abort a closing interpreter."""
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main() -> None:
     """Train as planned, and print each step's loss."""
     options, plan = check_options(read_options()), read_plan()
@@ -293,7 +301,7 @@ def main() -> None:
             model.save_pretrained(options.save, state_dict=weights)
             save_tokenizer(options)
     dist.barrier()
-    dist.destroy_process_group()
+    exit_process()
 
 
 if __name__ == "__main__":

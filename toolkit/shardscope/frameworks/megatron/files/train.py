@@ -25,6 +25,7 @@ import datetime
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -212,6 +213,13 @@ def train_step(
     return total / dist.get_world_size()
 
 
+def exit_process() -> None:
+    """End the process at once: threads of Megatron-core's process groups can abort a closing interpreter."""
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main() -> None:
     """Train as planned, and print each step's loss."""
     options, plan = check_options(read_options()), read_plan()
@@ -278,7 +286,7 @@ def main() -> None:
         save_weights(model, source, options.save)
         save_tokenizer(options)
     dist.barrier()
-    dist.destroy_process_group()
+    exit_process()
 
 
 if __name__ == "__main__":
