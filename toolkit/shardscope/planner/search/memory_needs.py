@@ -81,18 +81,18 @@ def compute_needs(
     # GPU memory: the worst stage of each plan.
     peak = table.find_largest(table.rows.expand(stage_bytes.peak, np.int64))
     if not (recipe.recompute == "offload" and _shares_nodes(table, cluster)):
-        return _sum_over_nodes(table, cluster, recipe, stage_bytes, peak, building)
+        return _build_needs(table, cluster, recipe, stage_bytes, peak, building)
     # The number of micro-batches in flight depends on the stage, and a node has several stages.
     table = Table(table.part, every_stage=True)
     try:
         plans = table.build_plans(cluster, recipe, layout)
         stage_bytes = compute_stage_bytes(plans, find_modules(plans), table.count_weights(plans, layout))
-        return _sum_over_nodes(table, cluster, recipe, stage_bytes, peak, building)
+        return _build_needs(table, cluster, recipe, stage_bytes, peak, building)
     finally:
         table.rows.clear_results()
 
 
-def _sum_over_nodes(
+def _build_needs(
     table: Table,
     cluster: Cluster,
     recipe: Recipe,
@@ -100,7 +100,7 @@ def _sum_over_nodes(
     peak: NDArray[np.int64],
     building: NDArray[np.int64],
 ) -> Needs:
-    """Return the needs of the plans: those of the fullest node beside ``peak``."""
+    """Return the needs of each plan, given the peak of its worst rank and the bytes of its stages' ranks."""
     nvme = (
         _sum_over_node(table, cluster, table.rows.expand(stage_bytes.nvme, np.int64))
         if _is_some(stage_bytes.nvme)
