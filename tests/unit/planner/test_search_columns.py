@@ -25,6 +25,7 @@ from shardscope.core.ops import (
     minimum,
     where,
 )
+from shardscope.frameworks.distinct_values import Distinct
 from shardscope.frameworks.megatron.memory.layer import Layer
 from shardscope.frameworks.megatron.memory.pipeline import (
     SchedulePeaks,
@@ -33,7 +34,6 @@ from shardscope.frameworks.megatron.memory.pipeline import (
 )
 from shardscope.frameworks.megatron.pipeline_split import can_split_pipeline
 from shardscope.prediction.batch.column import Column, sum_columns
-from shardscope.prediction.batch.deduplicate import Distinct
 from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.rows import Rows
 from shardscope.timing.pipeline import Schedule, iterate_passes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from shardscope.core.fixes import without_fix_search
+from shardscope.frameworks.distinct_values import encode_values, find_distinct, find_distinct_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -116,23 +117,57 @@ def filter_rows(columns: Columns, names: Sequence[str], check: Callable[[Row], o
     """
     if not len(columns[names[0]]):
         return columns
-    # Number the distinct rows, and check each of them once: a check constructs a layout. The number of a row
-    # is its values' indices as digits, each column being a digit of its own base.
-    codes = np.zeros(len(columns[names[0]]), np.int64)
-    for name in names:
-        values, indices = np.unique(columns[name], return_inverse=True)
-        codes = codes * len(values) + indices
-    _, first_rows, row_codes = np.unique(codes, return_index=True, return_inverse=True)
-    value_lists = [columns[name][first_rows].tolist() for name in names]
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*value_lists, strict=True)]
+    # Check each distinct row once: a check constructs a layout.
+    distinct = find_distinct_rows([encode_values(columns[name]) for name in names])
+    values = zip(*(columns[name][distinct.rows].tolist() for name in names), strict=True)
+    rows = [dict(zip(names, row, strict=True)) for row in values]
     with without_fix_search():
         passes = [is_valid(check, row) for row in rows]
-    return select_rows(columns, np.array(passes)[row_codes])
+    return select_rows(columns, np.array(passes)[distinct.codes])
 
 
 def select_rows(columns: Columns, rows: NDArray[np.bool_]) -> Columns:
     """Return the selected rows; the same ``columns`` object if all are selected."""
     return columns if rows.all() else {name: column[rows] for name, column in columns.items()}
+
+
+class DegreeFilter:
+    """Selection of rows by which degrees are above 1, with results cached by the identity of the columns.
+
+    Equal selections of the same columns are the same object.
+    """
+
+    def __init__(self) -> None:
+        self._above: dict[int, tuple[list[dict[str, int]], NDArray[np.int64]]] = {}
+        self._selected: dict[tuple[int, bytes], Columns] = {}
+
+    def select(self, columns: Columns, check: Callable[[dict[str, int]], object]) -> Columns:
+        """Return the rows for which ``check`` does not raise ``ValueError``; the same object if all are.
+
+        It gets the degrees of a row with 2 for all above 1, and is called once for each combination.
+        """
+        if id(columns) not in self._above:
+            self._above[id(columns)] = _find_degrees_above_one(columns)
+        kinds, kind_of = self._above[id(columns)]
+        with without_fix_search():
+            passes = np.array([is_valid(check, degrees) for degrees in kinds], bool)
+        if passes.all():
+            return columns
+        key = id(columns), passes.tobytes()
+        if key not in self._selected:
+            self._selected[key] = select_rows(columns, passes[kind_of])
+        return self._selected[key]
+
+
+def _find_degrees_above_one(columns: Columns) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
+    """Return all combinations of degrees above 1 (written as 1 and 2), and the combination of each row."""
+    names: list[str] = [name for name in ("tp", "pp", "cp", "ep") if name in columns]
+    kind_of = np.zeros(len(columns[MICRO_BATCH_SIZE]), np.int64)
+    for name in names:
+        kind_of = 2 * kind_of + (columns[name] > 1)
+    distinct = find_distinct(kind_of, 2 ** len(names))
+    kinds = [{name: min(int(columns[name][row]), 2) for name in names} for row in distinct.rows]
+    return kinds, distinct.codes
 
 
 def _pair_rows(first: int, second: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

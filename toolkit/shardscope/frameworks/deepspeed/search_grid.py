@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,8 @@ from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.search_grid import (
     DATA_PARALLEL,
     Columns,
+    DegreeFilter,
     Grid,
-    Row,
     combine_degrees,
     filter_rows,
     filter_valid,
@@ -33,21 +33,16 @@ def build_grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Gr
 
     Buckets and thresholds keep DeepSpeed's defaults; NVMe is included if the cluster has an NVMe bandwidth.
     """
-    columns = _build_columns(arch, cluster, recipe)
-    grids = []
-    for layout in _list_layouts(cluster):
-
-        def check_fields(row: Row, layout: ZeroLayout = layout) -> None:
-            replace(layout, tp=row["tp"], pp=row["pp"], ep=row["ep"])
-
-        grids.append(
-            Grid(
-                layout=layout,
-                columns=filter_rows(columns, ("tp", "pp", "ep"), check_fields),
-                check=lambda layout, recipe: layout.compute_degrees(arch, cluster, recipe),
-            )
+    columns, degree_filter = _build_columns(arch, cluster, recipe), DegreeFilter()
+    return [
+        Grid(
+            layout=layout,
+            # A layout is valid or not whatever the size of its degrees above 1.
+            columns=degree_filter.select(columns, partial(replace_fields, layout)),
+            check=lambda layout, recipe: layout.compute_degrees(arch, cluster, recipe),
         )
-    return grids
+        for layout in _list_layouts(cluster)
+    ]
 
 
 def _list_layouts(cluster: Cluster) -> Iterator[ZeroLayout]:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.registry import frameworks
-from shardscope.frameworks.search_grid import MICRO_BATCH_SIZE, Columns, Grid, select_rows
-from shardscope.prediction.batch.deduplicate import find_distinct
+from shardscope.frameworks.search_grid import MICRO_BATCH_SIZE, Columns, DegreeFilter, Grid, select_rows
 from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.table import GridPart, split_columns
 from shardscope.prediction.support import check_supported, list_supported
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from shardscope.core.architecture import Architecture
     from shardscope.core.cluster import Cluster
     from shardscope.core.layout import Layout
@@ -76,7 +73,7 @@ def list_candidates(
     parts: dict[int, list[GridPart]] = {}
     if micro_batch_sizes is not None:
         grids = _with_micro_batches(grids, micro_batch_sizes)
-    runnable = _Supported(arch, cluster)
+    degree_filter = DegreeFilter()
     # 2. Combine each grid with every recomputation that the framework supports.
     for value in list_supported(framework.layout_class, "recompute"):
         if recompute is not None and value not in recompute:
@@ -95,7 +92,9 @@ def list_candidates(
                 grid.check(layout, again)
             except ValueError:
                 continue
-            columns = runnable.select_supported(grid.columns, again, layout)
+            columns = degree_filter.select(
+                grid.columns, partial(_check_degrees, arch, cluster, again, layout)
+            )
             if not len(columns[MICRO_BATCH_SIZE]):
                 continue
             # 3. The same parts for all recipes and layouts of the same rows: stages and weights are computed
@@ -136,57 +135,21 @@ def _with_recompute(recipe: Recipe, recompute: object) -> Recipe:
     return replace_fields(recipe, changes)
 
 
-class _Supported:
-    """Selection of the rows of a framework's grids that can run a recipe, by which degrees are above 1.
+def _check_degrees(
+    arch: Architecture, cluster: Cluster, recipe: Recipe, layout: Layout, degrees: Mapping[str, int]
+) -> None:
+    """Raise ``ValueError`` if no plan with these degrees above 1 runs the recipe.
 
-    Grids share columns: the combinations of degrees in their rows, and the selected rows, are computed once.
+    Whether a plan is supported depends on which degrees are above 1, not on their size, and on no other
+    degree (``prediction/support.py``).
     """
-
-    def __init__(self, arch: Architecture, cluster: Cluster) -> None:
-        self._arch, self._cluster = arch, cluster
-        self._above: dict[int, tuple[list[dict[str, int]], NDArray[np.int64]]] = {}
-        self._parts: dict[tuple[int, bytes], Columns] = {}
-
-    def select_supported(self, columns: Columns, recipe: Recipe, layout: Layout) -> Columns:
-        """Return the rows of ``columns`` that are valid plans; the same object if all are."""
-        if id(columns) not in self._above:
-            self._above[id(columns)] = _find_degrees_above_one(columns)
-        # Whether a plan is supported depends on which degrees are above 1, not on their size: check each
-        # combination once instead of each row.
-        kinds, kind_of = self._above[id(columns)]
-        with without_fix_search():  # the fixes are not used
-            can_run = np.array([self._can_run(recipe, layout, degrees) for degrees in kinds])
-        if can_run.all():
-            return columns
-        key = id(columns), can_run.tobytes()
-        if key not in self._parts:
-            self._parts[key] = select_rows(columns, can_run[kind_of])
-        return self._parts[key]
-
-    def _can_run(self, recipe: Recipe, layout: Layout, degrees: dict[str, int]) -> bool:
-        plan = build_batch(
-            Plan,
-            None,
-            architecture=self._arch,
-            cluster=self._cluster,
-            recipe=recipe,
-            layout=build_batch(type(layout), layout, **degrees),
-            degrees=Degrees(data_parallel=1, **degrees),
-        )
-        try:
-            check_supported(plan)
-        except ValueError:
-            return False
-        return True
-
-
-def _find_degrees_above_one(columns: Columns) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
-    """Return all combinations of degrees above 1 (written as 1 and 2), and the combination of each row."""
-    # Other degrees have no such rules across recipe and layout (prediction/support.py).
-    names: list[str] = [name for name in ("tp", "pp", "cp", "ep") if name in columns]
-    kind_of = np.zeros(len(columns[MICRO_BATCH_SIZE]), np.int64)
-    for name in names:
-        kind_of = 2 * kind_of + (columns[name] > 1)
-    distinct = find_distinct(kind_of, 2 ** len(names))
-    kinds = [{name: min(int(columns[name][row]), 2) for name in names} for row in distinct.rows]
-    return kinds, distinct.codes
+    plan = build_batch(
+        Plan,
+        None,
+        architecture=arch,
+        cluster=cluster,
+        recipe=recipe,
+        layout=build_batch(type(layout), layout, **degrees),
+        degrees=Degrees(data_parallel=1, **degrees),
+    )
+    check_supported(plan)

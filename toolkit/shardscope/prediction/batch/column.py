@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, Type
 import numpy as np
 
 from shardscope.core.ops import Array, Operand
-from shardscope.prediction.batch.deduplicate import encode_values
+from shardscope.frameworks.distinct_values import encode_values
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, cast
 import numpy as np
 
 from shardscope.core.ops import stack_fields
+from shardscope.frameworks.distinct_values import encode_values, find_distinct
 from shardscope.prediction.batch.column import (
     CacheKey,
     Column,
@@ -17,7 +18,6 @@ from shardscope.prediction.batch.column import (
     expand_operand,
     join_keys,
 )
-from shardscope.prediction.batch.deduplicate import encode_values, find_distinct
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
+from shardscope.frameworks.distinct_values import Distinct, find_distinct
 from shardscope.prediction.batch.column import CacheKey, Column, Values
-from shardscope.prediction.batch.deduplicate import Distinct, Grouping, find_distinct, renumber_by_occurrence
+from shardscope.prediction.batch.grouping import Grouping, renumber_by_occurrence
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,10 +11,10 @@ import numpy as np
 from shardscope.core.layout import Degrees
 from shardscope.core.plan import Plan
 from shardscope.core.recipe import Recipe
+from shardscope.frameworks.distinct_values import Distinct, encode_values, find_distinct_rows
 from shardscope.frameworks.search_grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, select_rows
 from shardscope.memory.activations.modules.attention import broadcasts_views
 from shardscope.memory.state.stages import Stage, StageShape, StageShapes
-from shardscope.prediction.batch.deduplicate import Distinct, encode_values, find_distinct_rows
 from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.rows import Rows
 
