@@ -34,7 +34,7 @@ def test_a_default_that_is_set_by_name_is_trained(layout: Any, default: dict[str
     ("layout", "recipe", "expected"),
     [
         (ss.Layout.zero(), {"optimizer": "lion"}, "or DDP or FSDP2, which train it"),
-        (ss.Layout.megatron(cp=2), {}, "Nearest fix: layout=Layout.fsdp2(), cp=2."),
+        (ss.Layout.megatron(cp=2), {}, "Nearest fix: layout=Layout.fsdp2(cp=2)."),
         (ss.Layout.ddp(), {"attention": "flash"}, "attention=None."),
     ],
 )

@@ -134,15 +134,25 @@ class FieldError(ValueError):
 
 
 def write_fix(fix: Fix) -> str:
-    """Return ``fix`` as message text: ``8``, ``tp=2, pp=1``, ``layout=Layout.fsdp2()``, or itself if text."""
+    """Return ``fix`` as message text: ``8``, ``tp=2, pp=1``, ``layout=Layout.fsdp2(cp=2)``, or itself if
+    text."""
     if isinstance(fix, str):
         return fix
     if isinstance(fix, Value):
         return _write_value(fix.value)
-    return ", ".join(
-        f"layout=Layout.{value}()" if name == "layout" else f"{name}={_write_value(value)}"
-        for name, value in fix.items()
-    )
+    if "layout" not in fix:
+        return _write_arguments(fix)
+    from shardscope.core.fixes import find_owner  # fixes.py imports this module.
+
+    # The other layout's fields are arguments of its constructor; the rest is the recipe's.
+    options = {name: value for name, value in fix.items() if find_owner(name) == "Layout"}
+    layout = f"layout=Layout.{fix['layout']}({_write_arguments(options)})"
+    others = {name: value for name, value in fix.items() if name != "layout" and name not in options}
+    return ", ".join([layout, _write_arguments(others)] if others else [layout])
+
+
+def _write_arguments(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={_write_value(value)}" for name, value in values.items())
 
 
 def _write_value(value: object) -> str:

@@ -144,12 +144,12 @@ def find_changes(error: FieldError) -> dict[str, object]:
         if name == "layout":
             changes["Layout"] = _create_layout(value)
         else:
-            field_owner = owner if name in error.field_names else _find_owner(name) or owner
+            field_owner = owner if name in error.field_names else find_owner(name) or owner
             changes[f"{field_owner}.{name}" if field_owner else name] = value
     return changes
 
 
-def _find_owner(name: str) -> str:
+def find_owner(name: str) -> str:
     """Return the class, "Recipe" or "Layout", that has the field ``name``; empty if neither has it."""
     from shardscope.core.layout import Layout  # layout.py imports this module.
     from shardscope.core.recipe import Recipe

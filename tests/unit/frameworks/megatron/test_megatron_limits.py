@@ -194,7 +194,7 @@ def test_cp_trains_on_gpus_with_transformer_engine() -> None:
 def test_cp_raises_on_cpu_ranks() -> None:
     base = build_cp_plan("4xcpu")
     message = why_not_trained(base)
-    assert message is not None and message.endswith("Nearest fix: layout=Layout.fsdp2(), cp=2.")
+    assert message is not None and message.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
     assert (
         "Layout.cp is 2; allowed: 1 to train with Megatron-core on CPU ranks: its context parallelism is "
         f"Transformer Engine's attention, whose kernels for it need a GPU (there: {INSTALL}); fsdp2"
@@ -210,7 +210,7 @@ def test_cp_raises_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -
     )
     message = why_not_trained(build_cp_plan("4xh100-sxm-80gb"))
     assert message is not None and message.startswith("Layout.cp is 2; allowed: 1 ")
-    assert INSTALL in message and message.endswith("Nearest fix: layout=Layout.fsdp2(), cp=2.")
+    assert INSTALL in message and message.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
 
 
 @needs_installed("megatron")
