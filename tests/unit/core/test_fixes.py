@@ -312,6 +312,28 @@ def test_errors_of_indivisible_batches_have_a_summary_and_changes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "micro_batch_size", "changes"),
+    [
+        # A smaller micro-batch trains the same.
+        (64, 12, {"Recipe.micro_batch_size": 8}),
+        (8, 4, {"Recipe.micro_batch_size": 1}),
+        (100, 8, {"Recipe.global_batch_size": 128}),
+        # The batch changes less than with 8 micro-batches of 16.
+        (60, 16, {"Recipe.global_batch_size": 64, "Recipe.micro_batch_size": 8}),
+        (4, 4, {"Recipe.global_batch_size": 8, "Recipe.micro_batch_size": 1}),
+        (60, 8, {"Recipe.global_batch_size": 64}),
+    ],
+)
+def test_a_batch_that_does_not_divide_changes_as_little_as_possible(
+    batch: int, micro_batch_size: int, changes: dict[str, object]
+) -> None:
+    sizes = {"global_batch_size": batch, "micro_batch_size": micro_batch_size}
+    with pytest.raises(FieldError) as caught:
+        build_plan(("llama-3.2-1b", "8xh100-sxm-80gb", sizes, "fsdp2", {}))
+    assert caught.value.changes == changes
+
+
+@pytest.mark.parametrize(
     ("refused", "changes"),
     [
         (lambda: Recipe(seq_len=0), {"Recipe.seq_len": 1}),

@@ -175,7 +175,7 @@ def test_lora_fields_need_method_lora() -> None:
 def test_global_batch_size_below_micro_batch_size_raises() -> None:
     error = catch_error("global_batch_size", 4, micro_batch_size=8)
     assert "micro_batch_size=8" in error.allowed
-    assert error.fix == "global_batch_size=8"
+    assert error.fix == "micro_batch_size=4"
 
 
 def test_numpy_integers_become_python_ints() -> None:

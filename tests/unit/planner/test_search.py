@@ -385,6 +385,10 @@ def test_a_batch_that_no_layout_divides_gets_the_nearest_one() -> None:
     assert found.alternative is not None and found.alternative.best.recipe.global_batch_size == 7
     with pytest.raises(ValueError, match=r"With a global batch of 7, .*: DDP.* tokens/s per GPU"):
         _ = found.best
+    # The grid has smaller micro-batches than the recipe's.
+    micro = ss.Recipe(global_batch_size=20, micro_batch_size=4)
+    other = ss.search(LLAMA, found.cluster, micro, ["ddp"]).alternative
+    assert other is not None and other.best.recipe.global_batch_size == 21
     chunked = ss.Recipe(global_batch_size=8, loss="chunked")
     with pytest.raises(ValueError, match=r"With a global batch of 7, "):
         _ = ss.search(LLAMA, found.cluster, chunked, ["ddp"]).best

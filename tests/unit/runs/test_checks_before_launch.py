@@ -303,7 +303,7 @@ def test_a_function_that_uses_ctx_engine_is_recognized() -> None:
 @needs_installed("megatron")
 def test_a_function_on_an_engine_that_does_not_train_the_plan_raises(tmp_path: Path) -> None:
     plan = make_plan(2, L.megatron(cp=2))
-    fix = r"Nearest fix: layout=Layout\.fsdp2\(\), cp=2"
+    fix = r"Nearest fix: layout=Layout\.fsdp2\(cp=2\)"
     with pytest.raises(ValueError, match=rf"^Layout\.cp is 2; allowed: 1 to train .*{fix}"):
         launch(plan, own_loop, name="late", folder=tmp_path)
     assert list(tmp_path.iterdir()) == [], "no run was made"

@@ -13,7 +13,7 @@ from shardscope.core.cluster import Cluster
 from shardscope.core.errors import add_article, check_keys, refuse
 from shardscope.core.fixes import suggest_complete_fixes
 from shardscope.core.html_table import render_html_fields
-from shardscope.core.layout import Degrees, Layout
+from shardscope.core.layout import Degrees, Layout, find_largest_divisor
 from shardscope.core.number_format import format_count
 from shardscope.core.recipe import Recipe
 from shardscope.core.serialization import Serializable, read_parts
@@ -315,10 +315,23 @@ class Plan(Serializable):
                 self.recipe.global_batch_size,
                 f"a multiple of micro_batch_size x data-parallel ranks = "
                 f"{self.recipe.micro_batch_size} x {self.degrees.data_parallel} = {per_step}",
-                {"global_batch_size": max(1, round(self.recipe.global_batch_size / per_step)) * per_step},
+                self._suggest_batch(per_step),
                 problem=f"{self.recipe.global_batch_size:,} does not divide over "
                 f"{self.degrees.data_parallel:,} {ranks}{micro_batches}",
             )
+
+    def _suggest_batch(self, per_step: int) -> dict[str, int]:
+        """Return the nearest batch sizes that divide over the data-parallel ranks."""
+        ranks, batch = self.degrees.data_parallel, self.recipe.global_batch_size
+        # A smaller micro-batch trains the same.
+        if batch % ranks == 0:
+            return {"micro_batch_size": find_largest_divisor(batch // ranks, self.recipe.micro_batch_size)}
+        if batch > per_step:
+            return {"global_batch_size": round(batch / per_step) * per_step}
+        # The batch is less than one micro-batch on each rank: keep the batch rather than the micro-batch.
+        per_rank = max(1, round(batch / ranks))
+        smaller = {"micro_batch_size": per_rank} if per_rank < self.recipe.micro_batch_size else {}
+        return {"global_batch_size": per_rank * ranks, **smaller}
 
 
 _PARTS: Mapping[str, type[Serializable]] = {

@@ -159,7 +159,7 @@ class Recipe(Serializable):
                 "Recipe.global_batch_size",
                 self.global_batch_size,
                 f"at least micro_batch_size={self.micro_batch_size}",
-                {"global_batch_size": self.micro_batch_size},
+                {"micro_batch_size": self.global_batch_size},  # which trains the same
                 f"{self.global_batch_size:,} is less than one micro-batch of {self.micro_batch_size:,}",
             )
         self._check_recompute()

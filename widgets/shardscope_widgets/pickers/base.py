@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from math import isnan, nan
@@ -183,16 +183,17 @@ class Picker(widgets.VBox):
         row.show_error(
             message,
             short=f"{error.problem or f'Allowed: {error.allowed}'}.",
-            fix=self._label_fix(changes),
+            fix=self._label_fix(changes, fields),
             on_fix=lambda: self.on_fix(changes),
         )
 
-    def _label_fix(self, changes: Mapping[str, object]) -> str:
-        """Return ``Use 66``, or for several changes what :func:`label_changes` returns."""
-        if len(changes) > 1:
+    def _label_fix(self, changes: Mapping[str, object], wrong_fields: Sequence[str]) -> str:
+        """Return ``Use 66``, or for several changes, or another field, what :func:`label_changes` returns."""
+        (name, value), *others = changes.items()
+        field = name.rpartition(".")[2]
+        if others or field not in wrong_fields:
             return label_changes(changes)
-        ((name, value),) = changes.items()
-        box = self.boxes.get(name.rpartition(".")[2])
+        box = self.boxes.get(field)
         if value is None and isinstance(box, widgets.Text):
             return "Leave it empty"
         if value is None and isinstance(box, widgets.Dropdown):
@@ -244,8 +245,11 @@ def label_changes(changes: Mapping[str, object]) -> str:
     parts = []
     for name, value in changes.items():
         field, shown = name.rpartition(".")[2], format_fix_value(value)
-        unit = UNITS.get(field)
-        parts.append(f"{shown} {unit}" if unit else f"{field.replace('_', ' ')} {shown}")
+        if field in UNITS:
+            shown = f"{shown} {UNITS[field]}"
+        elif name != "Layout":  # a layout is named by its framework
+            shown = f"{field.replace('_', ' ')} {shown}"
+        parts.append(shown)
     return f"Use {', '.join(parts)}"
 
 

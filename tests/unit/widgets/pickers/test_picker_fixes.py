@@ -79,10 +79,13 @@ def test_one_click_on_a_fix_makes_a_valid_plan(studio: Any, framework: str, type
 def test_fix_lists_every_field_that_it_changes(studio: Any) -> None:
     studio.recipe.micro.value = "128"
     row = studio.recipe.rows["global_batch_size"]
-    assert "128" in read_message(row) and read_message(row).endswith("Use 1,024")
-    studio.recipe.micro.value = "99999999"
-    row = studio.recipe.rows["micro_batch_size"]
-    assert "micro batch size 65,536" in read_message(row) and "global batch size 524,288" in read_message(row)
+    assert "128" in read_message(row) and read_message(row).endswith("Use micro batch size 8")
+    studio.recipe.micro.value = "3"
+    studio.recipe.global_batch.value = "20"
+    message = read_message(row)
+    assert "global batch size 16" in message and "micro batch size 2" in message
+    press(row)
+    assert studio.plan.recipe.global_batch_size == 16 and studio.plan.recipe.micro_batch_size == 2
     studio.recipe.micro.value = "1"
     studio.cluster.boxes["gpus_per_node"].value = "99999999"
     assert "Use 1,024 GPUs per node" in read_message(studio.cluster.rows["gpus_per_node"])

@@ -254,11 +254,13 @@ def _find_other_recipe(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Rec
         # The grid has the recipe's loss. The chunked loss has the same loss curve, without whole logits.
         may_be_cut = recipe.loss is None and recipe.kernels is None
         return replace(recipe, loss="chunked") if may_be_cut else None
-    # Without candidates the batch does not divide: take the nearest multiple of one micro-batch on every GPU.
-    at_once = cluster.num_gpus * recipe.micro_batch_size
-    if recipe.global_batch_size % at_once == 0:
+    # Without candidates the batch does not divide: take the nearest multiple of the GPUs. The grid has all
+    # micro-batches that divide it.
+    num_gpus = cluster.num_gpus
+    if recipe.global_batch_size % num_gpus == 0:
         return None
-    return replace(recipe, global_batch_size=max(1, round(recipe.global_batch_size / at_once)) * at_once)
+    batch = max(1, round(recipe.global_batch_size / num_gpus)) * num_gpus
+    return replace(recipe, global_batch_size=batch, micro_batch_size=min(batch, recipe.micro_batch_size))
 
 
 def compute_needs_of_candidates(table: Table, candidates: Candidates, cluster: Cluster) -> Needs:
