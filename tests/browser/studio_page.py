@@ -42,6 +42,7 @@ FOLD_OF = {
     "Type": "GPUs",
     "Sequence": "Training",
     "Batch": "Training",
+    "Global batch": "Training",
     "Steps": "Run",
 }
 """Label of an input -> title of the fold that it belongs to."""

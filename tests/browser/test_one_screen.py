@@ -111,7 +111,8 @@ def test_head_keeps_its_height_and_position(open_page: Callable[..., Any]) -> No
 
 def test_message_and_fix_of_an_input_are_not_cut(open_page: Callable[..., Any]) -> None:
     page = open_page(1440, 900)
-    fill_input(page, "Batch", "999999999")
+    fill_input(page, "Batch", "3")
+    fill_input(page, "Global batch", "20")
     side = page.locator(".ss-side")
     fix = side.get_by_role("button", name="global batch size")
     expect(fix).to_be_visible()
