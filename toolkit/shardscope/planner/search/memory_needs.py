@@ -13,7 +13,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
 from shardscope.planner.memory_needs import WHILE_BUILT
-from shardscope.prediction.batch.memory import StageBytes, compute_stage_bytes
+from shardscope.prediction.batch.memory import OffloadedBytes, StageBytes, compute_offloaded_bytes
 from shardscope.prediction.batch.object_batch import build_batch
 from shardscope.prediction.batch.table import Table
 
@@ -81,38 +81,35 @@ def compute_needs(
     # GPU memory: the worst stage of each plan.
     peak = table.find_largest(table.rows.expand(stage_bytes.peak, np.int64))
     if not (recipe.recompute == "offload" and _shares_nodes(table, cluster)):
-        return _build_needs(table, cluster, recipe, stage_bytes, peak, building)
+        return _build_needs(table, cluster, recipe, stage_bytes.offloaded, peak, building)
     # The number of micro-batches in flight depends on the stage, and a node has several stages.
-    table = Table(table.part, every_stage=True)
-    try:
-        plans = table.build_plans(cluster, recipe, layout)
-        stage_bytes = compute_stage_bytes(plans, find_modules(plans), table.count_weights(plans, layout))
-        return _build_needs(table, cluster, recipe, stage_bytes, peak, building)
-    finally:
-        table.rows.clear_results()
+    table = table.of_every_stage
+    plans = table.build_plans(cluster, recipe, layout)
+    offloaded = compute_offloaded_bytes(plans, find_modules(plans), table.count_weights(plans, layout))
+    return _build_needs(table, cluster, recipe, offloaded, peak, building)
 
 
 def _build_needs(
     table: Table,
     cluster: Cluster,
     recipe: Recipe,
-    stage_bytes: StageBytes,
+    offloaded: OffloadedBytes,
     peak: NDArray[np.int64],
     building: NDArray[np.int64],
 ) -> Needs:
     """Return the needs of each plan, given the peak of its worst rank and the bytes of its stages' ranks."""
     nvme = (
-        _sum_over_node(table, cluster, table.rows.expand(stage_bytes.nvme, np.int64))
-        if _is_some(stage_bytes.nvme)
+        _sum_over_node(table, cluster, table.rows.expand(offloaded.nvme, np.int64))
+        if _is_some(offloaded.nvme)
         else None
     )
     nothing = np.zeros(table.num_plans, np.int64)
-    if not _is_some(stage_bytes.host):
+    if not _is_some(offloaded.host):
         return Needs(peak, nothing, nothing if nvme is None else nvme, building)
-    host = table.rows.expand(stage_bytes.host, np.int64)
+    host = table.rows.expand(offloaded.host, np.int64)
     if recipe.optimizer.startswith("paged"):
         # Only the pages of managed memory that do not fit on the GPU are in host memory.
-        paged = table.find_largest(table.rows.expand(stage_bytes.host_state, np.int64))
+        paged = table.find_largest(table.rows.expand(offloaded.host_state, np.int64))
         evicted = np.maximum(0, np.minimum(paged, peak + paged - cluster.usable_bytes_per_gpu))
         host = np.maximum(0, host - (paged - evicted)[table.owners])
     # CPU ranks: what the reports call GPU memory is host memory too, if the plan needs any beside it.

@@ -210,8 +210,8 @@ def rank_candidates(
                     continue
                 _report_progress(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
             # What does not depend on recomputation was used, and stays.
-            table.rows.drop_unused_results()
-        table.rows.clear_results()
+            table.drop_unused_results()
+        table.clear_results()
         # 2. The step of those that fit: on thousands of GPUs most plans do not.
         group = [index for index in indices if index in memory]
         if not group:

@@ -49,7 +49,7 @@ def compute_step_times(
             weights = table.count_weights(plans, one.layout)
             seconds[is_wanted] = compute_step_seconds(table, plans, weights)
     finally:
-        table.rows.clear_results()
+        table.clear_results()
     return step_seconds
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardscope.core.plan import Plan
     from shardscope.memory.activations.modules.saved_tensors import Modules
     from shardscope.memory.state.stages import Stage
+    from shardscope.memory.state.training_state import TrainingState
 
 T = TypeVar("T")
 
@@ -36,26 +37,44 @@ _DERIVED = ("splits_sequence", "expert_tp")
 """Layout properties derived from these fields by more than arithmetic, evaluated plan by plan."""
 
 
-class StageBytes(NamedTuple):
-    """Bytes that one rank of a stage needs; columns for many plans."""
+class OffloadedBytes(NamedTuple):
+    """Bytes that one rank of a stage has outside GPU memory; columns for many plans."""
 
-    peak: int
     host: int
     host_state: int
     """``host`` without activations."""
     nvme: int
 
 
+class StageBytes(NamedTuple):
+    """Bytes that one rank of a stage needs; columns for many plans."""
+
+    peak: int
+    offloaded: OffloadedBytes
+
+
 def compute_stage_bytes(plan: Plan, modules: Modules, stage: Stage) -> StageBytes:
-    """Return the peak, host and NVMe bytes of one stage's ranks, of one plan or of :func:`build_batch`."""
+    """Return the bytes that one stage's ranks need, of one plan or of :func:`build_batch`."""
+    state, rank = _compute_training_state(plan, stage), RankActivations(plan, modules)
+    return StageBytes(compute_peak_bytes(rank, stage, state), _compute_offloaded_bytes(rank, stage, state))
+
+
+def compute_offloaded_bytes(plan: Plan, modules: Modules, stage: Stage) -> OffloadedBytes:
+    """Return what :func:`compute_stage_bytes` returns of memory outside the GPU, without the peak."""
+    rank = RankActivations(plan, modules)
+    return _compute_offloaded_bytes(rank, stage, _compute_training_state(plan, stage))
+
+
+def _compute_training_state(plan: Plan, stage: Stage) -> TrainingState:
     from shardscope.frameworks.registry import frameworks
 
-    state = frameworks[plan.layout.framework].memory_model().compute_training_state(plan, stage)
-    rank = RankActivations(plan, modules)
-    peak = compute_peak_bytes(rank, stage, state)
-    offloads = plan.recipe.recompute == "offload"
-    offloaded = TransformersActivations(rank, stage).compute_offloaded() if offloads else 0
-    return StageBytes(peak, state.host_bytes + offloaded, state.host_bytes, state.nvme_bytes)
+    return frameworks[plan.layout.framework].memory_model().compute_training_state(plan, stage)
+
+
+def _compute_offloaded_bytes(rank: RankActivations, stage: Stage, state: TrainingState) -> OffloadedBytes:
+    offloads = rank.plan.recipe.recompute == "offload"
+    activations = TransformersActivations(rank, stage).compute_offloaded() if offloads else 0
+    return OffloadedBytes(state.host_bytes + activations, state.host_bytes, state.nvme_bytes)
 
 
 def compute_peaks(plans: Sequence[Plan]) -> NDArray[np.int64]:

@@ -72,6 +72,7 @@ class Table:
         self.host_memory: dict[Layout, NDArray[np.int64]] = {}
         """Host memory while models are built, independent of recomputation (``search/memory_needs.py``)."""
         self._stage_weights: dict[Layout, Stage] = {}
+        self._of_every_stage: Table | None = None
         layout_fields = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in layout_fields]
         self._find_stages(layout, model, every_stage=every_stage)
@@ -139,6 +140,32 @@ class Table:
         self.num_equal_stages = self.split_by_position(np.concatenate(counts_by_kind)[kinds_of_rows])
         """Number of stages of each kind, by stage position."""
         self.num_stages = np.array([len(shapes.kind_of) for shapes in self.pipelines])[self.pipeline_of]
+
+    @property
+    def of_every_stage(self) -> Table:
+        """The same plans with one row per pipeline stage, of equal ones too."""
+        if self._of_every_stage is None:
+            self._of_every_stage = Table(self.part, every_stage=True)
+        return self._of_every_stage
+
+    def drop_unused_results(self) -> None:
+        """Drop the results that were neither computed nor read since the last call.
+
+        Of :attr:`of_every_stage` all are dropped.
+        """
+        self.rows.drop_unused_results()
+        self._drop_every_stage()
+
+    def clear_results(self) -> None:
+        """Clear the caches of results to free memory; later calls recompute them."""
+        self.rows.clear_results()
+        self._drop_every_stage()
+
+    def _drop_every_stage(self) -> None:
+        # Cleared, because its columns and their cache refer to each other.
+        if self._of_every_stage is not None:
+            self._of_every_stage.clear_results()
+            self._of_every_stage = None
 
     @cached_property
     def shape(self) -> StageShape:
