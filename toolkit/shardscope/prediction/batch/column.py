@@ -78,9 +78,7 @@ class Column(Array):
     @staticmethod
     def where(condition: object, then: object, otherwise: object) -> Column:
         """Return ``then`` in the rows where the condition is true, else ``otherwise``."""
-        if isinstance(condition, Column) and isinstance(then, Column) and condition.values.all():
-            return then
-        return compute_jointly(_select, condition, then, otherwise)
+        return Column.call_cached(_select, condition, then, otherwise)
 
     @staticmethod
     def map_distinct(function: Callable[[*Ts], T], *numbers: *Ts) -> T:
@@ -234,19 +232,28 @@ class ArrayFunction(Protocol):
     def __call__(self, *values: object) -> Values: ...
 
 
-_select = cast("ArrayFunction", np.where)
-"""``numpy.where``, whose stubs take arrays only where :func:`expand_operand` returns ``object``."""
-
-
 def compute_jointly(function: np.ufunc | ArrayFunction, *values: object) -> Column:
     """Return ``function`` of the values, computed over the distinct rows of all columns among them."""
     rows, key = build_cache_key(function, values)
     result = rows.columns.find(key)
     if result is None:
-        keys = join_keys(values)
-        array = function(*(expand_operand(rows, keys, value) for value in values))
-        result = rows.columns[key] = Column(rows, keys, array)
+        result = rows.columns[key] = _compute_jointly(rows, function, values)
     return result
+
+
+def _compute_jointly(rows: Rows, function: np.ufunc | ArrayFunction, values: Sequence[object]) -> Column:
+    keys = join_keys(values)
+    return Column(rows, keys, function(*(expand_operand(rows, keys, value) for value in values)))
+
+
+def _select(condition: object, then: object, otherwise: object) -> Column:
+    """Return ``then`` in the rows where the condition is true, else ``otherwise``."""
+    if isinstance(condition, Column) and isinstance(then, Column) and condition.values.all():
+        return then
+    values = condition, then, otherwise
+    rows = next(value for value in values if isinstance(value, Column)).rows
+    # numpy's stubs take arrays only, where operands are ``object``.
+    return _compute_jointly(rows, cast("ArrayFunction", np.where), values)
 
 
 def build_cache_key(operation: object, values: Sequence[object]) -> tuple[Rows, CacheKey]:
@@ -416,9 +423,9 @@ def _fold_partials(ufunc: np.ufunc, rows: Rows, partials: Iterable[_Partial]) ->
 
 def _combine(ufunc: np.ufunc, rows: Rows, first: _Partial, second: _Partial) -> _Partial:
     keys, indices, other_indices = rows.join(first.keys, second.keys)
-    operands = first.expand(keys, indices), second.expand(keys, other_indices)
-    left, right = (operand.values for operand in operands)
-    dtype = np.result_type(left, right)
-    spare = (one.values for one in operands if one.column is None and one.values.dtype == dtype)
-    values: Values = ufunc(left, right, out=next(spare, None))
+    left, right = first.expand(keys, indices), second.expand(keys, other_indices)
+    # Of two dtypes the result's may be another one.
+    spare = right if left.column is not None else left
+    reused = spare.values if spare.column is None and left.values.dtype == right.values.dtype else None
+    values: Values = ufunc(left.values, right.values, out=reused)
     return _Partial(keys, values)
