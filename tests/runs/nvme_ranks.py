@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
 
     # Built once for all: one that was killed while DeepSpeed built it leaves a lock, which others wait for.
     load_extension("async_io")
+    # As in a run: DeepSpeed's own gloo collectives would be compiled, and a killed compiler leaves its lock.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
     plan = ss.Plan.from_json(plan_json)
     config = build_deepspeed_config(plan, nvme_folder=folder)
