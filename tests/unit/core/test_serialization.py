@@ -118,6 +118,17 @@ def test_arguments_other_than_text_raise_value_error(instance: Any, text: Any) -
         find_class(instance).from_json(text)
 
 
+@pytest.mark.parametrize("data", [None, 3, [], (), b"{}", object()])
+def test_data_without_field_names_raise_value_error(instance: Any, data: Any) -> None:
+    with pytest.raises(ValueError, match="mapping of field names"):
+        find_class(instance).from_dict(data)
+
+
+def test_text_in_place_of_data_has_the_call_that_reads_it(instance: Any) -> None:
+    with pytest.raises(ValueError, match="from_json"):
+        find_class(instance).from_dict(instance.to_json())
+
+
 @pytest.mark.parametrize("path", ["plan.json", Path("runs") / "plan.json"])
 def test_a_path_in_place_of_the_text_has_the_call_that_reads_it(path: Any) -> None:
     with pytest.raises(ValueError, match="read_text"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from written_runs import write_run
@@ -23,6 +24,12 @@ def test_a_mistyped_name_has_the_run_with_a_similar_name_as_its_fix(
     with pytest.raises(FieldError, match=r"does not exist.*qwen") as refused:
         ss.Run.attach(typed)
     assert ss.Run.attach(refused.value.fix).name == "llama-first"
+
+
+@pytest.mark.parametrize("folder", ["runs/llama", Path("runs"), None, 3])
+def test_a_run_is_not_created_from_its_folder_but_attached_to(folder: Any) -> None:
+    with pytest.raises(FieldError, match=r"ss.Run.attach"):
+        ss.Run(folder)
 
 
 def test_without_a_similar_name_the_newest_run_is_the_fix(

@@ -19,6 +19,7 @@ from shardscope.core.errors import (
     check_choice,
     check_flag,
     check_integer,
+    check_mapping,
     check_printable,
     refuse,
 )
@@ -157,6 +158,7 @@ class Architecture(Serializable):
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Create one from ``to_dict``'s output. Raises ``ValueError`` for unknown, missing or bad values."""
+        check_mapping(cls.__name__, data)
         # The data does not name its class; only UnknownFamily has the field ``config_json``.
         if cls is Architecture and "config_json" in data:
             from shardscope.families.unknown import UnknownFamily  # circular import

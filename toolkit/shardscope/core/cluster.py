@@ -14,6 +14,7 @@ from shardscope.core.errors import (
     check_choice,
     check_flag,
     check_integer,
+    check_mapping,
     check_number,
     check_printable,
     convert_numpy_number,
@@ -229,6 +230,7 @@ class Cluster(Serializable):
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Create one from ``to_dict``'s output. Raises ``ValueError`` for unknown, missing or bad values."""
+        check_mapping(cls.__name__, data)
         kinds = {"gpu": Gpu, "intra_node_link": Link, "inter_node_link": Link, "host_link": Link}
         return super().from_dict(read_parts(data, kinds))
 

@@ -300,8 +300,16 @@ def check_choice(field: str, value: object, choices: Iterable[Option]) -> Option
     refuse(field, value, ", ".join(repr(option) for option in options), Value(find_nearest(value, options)))
 
 
+def check_mapping(owner: str, data: object) -> None:
+    """Raise ``ValueError`` unless ``data``, of which an ``owner`` shall be created, has fields by name."""
+    if not isinstance(data, Mapping):
+        read = "from_json(...)" if isinstance(data, str | bytes) else "from_dict(stored.to_dict())"
+        refuse(owner, data, "a mapping of field names to values", f"{owner}.{read}")
+
+
 def check_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -> None:
     """Raise ``ValueError`` for keys of ``data`` outside of ``allowed``, with a similar key if any."""
+    check_mapping(owner, data)
     names = list(allowed)
     for key in data:
         if key not in names:

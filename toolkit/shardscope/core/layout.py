@@ -9,7 +9,7 @@ from math import gcd, isqrt, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from shardscope.core.errors import Value, check_choice, check_integer, check_keys, refuse
+from shardscope.core.errors import Value, check_choice, check_integer, check_keys, check_mapping, refuse
 from shardscope.core.fixes import check_keywords, without_fix_search
 from shardscope.core.serialization import Serializable, replace_fields
 
@@ -331,6 +331,7 @@ class Layout(Serializable):
         """Create the layout from :meth:`to_dict`'s output, of the framework that it names."""
         from shardscope.frameworks.registry import frameworks
 
+        check_mapping("Layout", data)
         fields = dict(data)
         name = check_choice("Layout.framework", fields.pop("framework", None), list(frameworks))
         layout_class = frameworks[name].layout_class

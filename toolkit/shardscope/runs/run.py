@@ -58,6 +58,8 @@ class Run:
 
     def __init__(self, folder: RunFolder) -> None:
         """Open a run. Raises ``ValueError`` if ``run.json`` or ``status.jsonl`` is damaged."""
+        if not isinstance(folder, RunFolder):
+            refuse("folder", folder, "a run that is attached to", "ss.Run.attach(folder)")
         self._folder = folder
         self._lock = threading.Lock()
         # run.json stays unparsed: the parsed plans of thousands of listed runs would fill the memory.
