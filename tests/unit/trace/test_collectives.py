@@ -60,6 +60,12 @@ def arguments(kind: str, elements: int, size: int, group: str = "0", **more: Any
     }
 
 
+def test_collectives_of_something_else_than_a_plan_raise_with_the_field(tmp_path: Path) -> None:
+    trace = load_ranks(tmp_path, {0: [kernel(0, 10)]})
+    with pytest.raises(ValueError, match="collectives.plan"):
+        trace.collectives("llama")  # type: ignore[arg-type]
+
+
 def test_the_shortest_duration_is_the_transfer_and_the_rest_is_skew(tmp_path: Path) -> None:
     """TraceLens's rule: three ranks arrive at 0, 100 and 300 and leave together at 1,000."""
     args = arguments("allreduce", 3_000_000, 3)

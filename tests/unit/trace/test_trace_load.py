@@ -293,6 +293,14 @@ def test_fault_38_events_without_dur_cat_pid_or_tid_are_kept(tmp_path: Path) -> 
     assert trace.slice(0)["category"] == ""
 
 
+@pytest.mark.parametrize("index", [-1, 10**6, 10**30])
+def test_a_slice_outside_of_the_trace_raises_index_error(index: int) -> None:
+    trace = Trace.load(FIXTURE)
+    for read in (trace.slice, trace.args):
+        with pytest.raises(IndexError, match=f"of {len(trace):,} slices"):
+            read(index)
+
+
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
 def test_fault_38_numbers_that_are_not_json_are_reported(tmp_path: Path, text: str) -> None:
     good = json.dumps(make_event("good"))

@@ -326,7 +326,11 @@ class Trace:
         return self.duration_ns_total / 1e9
 
     def args(self, index: int) -> dict[str, object]:
-        """Return the profiler's args of slice ``index`` (shapes, stream, collective); empty if malformed."""
+        """Return the profiler's args of slice ``index`` (shapes, stream, collective); empty if malformed.
+
+        Raises ``IndexError`` for an invalid index.
+        """
+        self._check_slice(index)
         try:
             value = msgspec.json.decode(self.arguments[index])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -334,7 +338,11 @@ class Trace:
         return value if isinstance(value, dict) else {}
 
     def slice(self, index: int) -> SliceFields:
-        """Return all fields of one slice; seconds count from the trace's first slice."""
+        """Return all fields of one slice; seconds count from the trace's first slice.
+
+        Raises ``IndexError`` for an invalid index.
+        """
+        self._check_slice(index)
         track = self.tracks[self.track_index[index]]
         return {
             "index": int(index),
@@ -346,6 +354,10 @@ class Trace:
             "duration_seconds": int(self.duration_ns[index]) / 1e9,
             "args": self.args(index),
         }
+
+    def _check_slice(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise IndexError(f"slice {index} of {len(self):,} slices")
 
     def summary(self) -> TraceSummary:
         """Return the main findings as sentences, the times of each rank, and the names with most self time.
@@ -397,7 +409,7 @@ class Trace:
         """
         from shardscope.trace.analysis.collectives import find_collectives  # circular import
 
-        return find_collectives(self, plan)
+        return find_collectives(self, None if plan is None else self._choose_plan("collectives", plan))
 
     def stragglers(self) -> Stragglers:
         """Return how late each rank arrives at collectives, and whether that is more than chance."""
