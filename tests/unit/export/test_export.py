@@ -371,6 +371,17 @@ def test_files_md_explains_a_missing_train_py(plan: ss.Plan) -> None:
         assert "`train.py`: " in files["FILES.md"]
 
 
+@pytest.mark.parametrize(("cluster", "has_script"), [("2xcpu", False), ("8xh100-sxm-80gb", True)])
+@pytest.mark.parametrize("field", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_quantized_communication_has_a_train_py_on_gpus_alone(
+    field: str, cluster: str, has_script: bool
+) -> None:
+    """DeepSpeed has no quantization kernels for CPUs: the script ended with an error of its op builder."""
+    files = render_texts(build_small_plan(ss.Layout.zero(3, **{field: True}), cluster))
+    assert ("train.py" in files) == has_script
+    assert (f"`train.py`: Layout.{field} is True" in files["FILES.md"]) != has_script
+
+
 OWN_FILES = {
     "ddp": ss.Layout.ddp(),
     "fsdp2": ss.Layout.fsdp2(),

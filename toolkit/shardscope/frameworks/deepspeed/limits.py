@@ -42,7 +42,7 @@ def check_plan(plan: Plan) -> None:
     _check_loss(plan)
     # What this machine lacks comes last: errors of the plan itself are the same on every machine.
     if not plan.on_gpu:
-        check_not_quantized(layout, "on CPU ranks: DeepSpeed quantizes in CUDA kernels (QuantizerBuilder)")
+        check_cpu_ranks(layout)
         _check_processor(plan.recipe.precision)
     if not can_train_here():
         return
@@ -50,6 +50,11 @@ def check_plan(plan: Plan) -> None:
         _check_nvme()
     if layout.offload_optimizer and plan.recipe.optimizer == "adamw":
         _check_compiler("cpu_adam", "Layout.offload_optimizer", layout.offload_optimizer)
+
+
+def check_cpu_ranks(layout: ZeroLayout) -> None:
+    """Raise ``ValueError`` for layouts that DeepSpeed runs on GPUs only."""
+    check_not_quantized(layout, "on CPU ranks: DeepSpeed quantizes in CUDA kernels (QuantizerBuilder)")
 
 
 def _check_processor(precision: str) -> None:

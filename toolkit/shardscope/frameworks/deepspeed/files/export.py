@@ -11,11 +11,12 @@ from shardscope.frameworks.deepspeed.config_fields import NOT_IN_CONFIG, list_co
 from shardscope.frameworks.deepspeed.files import TRAINED_VALUES
 from shardscope.frameworks.deepspeed.files.config import NVME_FOLDER, build_deepspeed_config
 from shardscope.frameworks.deepspeed.layout import get_layout
+from shardscope.frameworks.deepspeed.limits import check_cpu_ranks
 from shardscope.frameworks.formats.accelerate_config import list_absent_files, render_accelerate_files
 from shardscope.frameworks.formats.commands import add_commands
 from shardscope.frameworks.formats.comment_fields import find_missing_fields
 from shardscope.frameworks.formats.exported import PLAN_FILE, Absent, Exported, describe_plan
-from shardscope.frameworks.formats.train_file import PACKAGES, render_train_files
+from shardscope.frameworks.formats.train_file import PACKAGES, SCRIPT_FILE, render_train_files
 from shardscope.frameworks.formats.training_arguments import ARGUMENTS_FILE, render_training_arguments
 
 if TYPE_CHECKING:
@@ -39,11 +40,21 @@ def render_files(plan: Plan) -> list[Exported | Absent]:
         _render_training_arguments(plan),
         *add_commands(
             plan,
-            *render_train_files(plan, TRAINED_VALUES),
+            *_render_script(plan),
             packages=(*PACKAGES, "deepspeed>=0.19"),
             other_inputs=[CONFIG_FILE],
         ),
     ]
+
+
+def _render_script(plan: Plan) -> list[Exported | Absent]:
+    """Return ``train.py`` and the files that it reads, or the reason that they are absent."""
+    if not plan.on_gpu:
+        try:
+            check_cpu_ranks(get_layout(plan))
+        except ValueError as refusal:
+            return [Absent(name=SCRIPT_FILE, why=str(refusal))]
+    return render_train_files(plan, TRAINED_VALUES)
 
 
 def _list_fields_in_config(plan: Plan) -> set[str]:
