@@ -13,6 +13,7 @@ from tests.requirements import few, sample, thorough
 from tests.unit.random_plans import LATENT, LLAMA, MOE
 
 import shardscope as ss
+from shardscope.planner.search.nearest_misses import explain_no_plan
 from shardscope.catalog import links
 from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Layout, list_divisors
@@ -521,3 +522,13 @@ def test_an_unsupported_precision_names_a_supported_one(cluster: str, precision:
     with pytest.raises(ValueError, match=r"Gpu\.peak_flops") as refusal:
         ss.search(ss.models["qwen3-0.6b"], ss.Cluster.parse(cluster), recipe)
     assert str(refusal.value).endswith(f"Nearest fix: {fix}.")
+
+
+def test_a_search_without_any_layout_counts_no_plans() -> None:
+    """It had the headline "0 of 0 plans fit" over an empty table, and its error "No plan of 0"."""
+    cluster, recipe = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=512, global_batch_size=7)
+    ranking = ss.search(ss.models["llama-3.1-8b"], cluster, recipe, frameworks=["ddp"])
+    for shown in (repr(ranking), ranking._repr_html_(), explain_no_plan(ranking)):
+        assert "global_batch_size=8" in shown
+        assert " 0 " not in shown
+    assert "<table" not in ranking._repr_html_()

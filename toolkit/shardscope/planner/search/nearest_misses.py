@@ -94,10 +94,10 @@ def explain_no_plan(ranking: Ranking) -> str:
     other = describe_other_recipe(ranking)
     other = f"\n{other}" if other else ""
     lines = "".join(f"\n- {reason}" for reason in reasons)
-    return (
-        f"No plan of {ranking.num_evaluated:,} for {ranking.architecture.name} fits {ranking.cluster}. "
-        f"Nearest misses:{lines or ' none, for no layout runs this recipe here'}{other}"
-    )
+    model, cluster = ranking.architecture.name, ranking.cluster
+    if not ranking.num_evaluated:
+        return f"No layout runs {model} with this recipe on {cluster}:{lines}{other}"
+    return f"No plan of {ranking.num_evaluated:,} for {model} fits {cluster}. Nearest misses:{lines}{other}"
 
 
 def describe_other_recipe(ranking: Ranking) -> str:

@@ -431,6 +431,9 @@ class Ranking:
 
     def _repr_html_(self) -> str:
         """Return the ten best plans as an HTML table."""
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self._list_notes())
+        if not self.num_evaluated:
+            return f"<p>No plan: {escape(self._headline)}.</p>{notes}"
         frame = self.to_frame(limit=SHOWN_ROWS)
         rows = [
             (
@@ -452,16 +455,17 @@ class Ranking:
             "framework", "layout", "recompute", "micro-batch", "degrees", "tokens/s per GPU",
             "seconds per step", "peak GiB", "fits",
         )  # fmt: skip
-        caption = f"{self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}"
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self._list_notes())
-        return render_html_table(head, rows, f"{caption}; the best {len(rows)}") + notes
+        return render_html_table(head, rows, f"{self._headline}; the best {len(rows)}") + notes
 
     def __repr__(self) -> str:
         notes = "".join(f" {note}" for note in self._list_notes())
-        return (
-            f"<Ranking: {self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}, "
-            f"{self.seconds:.2f} s.{notes}>"
-        )
+        return f"<Ranking: {self._headline}, {self.seconds:.2f} s.{notes}>"
+
+    @property
+    def _headline(self) -> str:
+        if not self.num_evaluated:
+            return f"no layout runs {self.architecture.name} with this recipe on {self.cluster}"
+        return f"{self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}"
 
     def _list_notes(self) -> list[str]:
         """Return the text on memory of unknown size, and why there is no plan if none was evaluated."""
