@@ -13,7 +13,6 @@ from tests.requirements import few, sample, thorough
 from tests.unit.random_plans import LATENT, LLAMA, MOE
 
 import shardscope as ss
-from shardscope.planner.search.nearest_misses import explain_no_plan
 from shardscope.catalog import links
 from shardscope.core.fixes import without_fix_search
 from shardscope.core.layout import Layout, list_divisors
@@ -21,6 +20,7 @@ from shardscope.core.plan import Plan
 from shardscope.frameworks.search_grid import list_micro_batch_sizes
 from shardscope.planner.memory_needs import fits, list_memory_needs
 from shardscope.planner.search.candidates import list_candidates
+from shardscope.planner.search.nearest_misses import explain_no_plan
 from shardscope.planner.search.ranking import AS_FAST, Ranking
 from shardscope.prediction.batch import table
 
