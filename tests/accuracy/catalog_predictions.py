@@ -13,7 +13,7 @@ from tests.accuracy.rows import Row, read_source
 
 from shardscope.catalog import load_efficiency
 from shardscope.timing import rates
-from shardscope.timing.calibration.store import FOLDER_VARIABLE
+from shardscope.timing.calibration.files import FOLDER_VARIABLE
 
 
 @contextmanager

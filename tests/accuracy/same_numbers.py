@@ -31,12 +31,8 @@ from typing import Any
 import shardscope as ss
 from shardscope.machine.host import count_cores
 from shardscope.memory.report import PHASES, StageMemory
-from shardscope.timing.calibration.store import (
-    FOLDER_VARIABLE,
-    MachineRecord,
-    get_machine_name,
-    store_calibration,
-)
+from shardscope.timing.calibration.files import FOLDER_VARIABLE, get_machine_name
+from shardscope.timing.calibration.store import MachineRecord, store_calibration
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PLANS = FIXTURES / "same_numbers" / "plans.jsonl.gz"

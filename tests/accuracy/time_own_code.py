@@ -8,7 +8,7 @@ from tests.accuracy.row_plans import Mapped
 from tests.accuracy.rows import join_fields
 
 from shardscope.memory.state.quantization import measure_layer_linears
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.report import StepReport
 
 _PLANNED_BYTES = 3 * 2.5

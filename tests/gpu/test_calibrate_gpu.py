@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import shardscope as ss
-from shardscope.timing.calibration.curves import COLLECTIVES, select_rates
+from shardscope.timing.calibration.curves import COLLECTIVES
+from shardscope.timing.calibration.selection import select_rates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 

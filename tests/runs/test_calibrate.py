@@ -19,9 +19,11 @@ import shardscope as ss
 from shardscope.machine.host import count_cores
 from shardscope.runs.calibrate import process
 from shardscope.runs.calibrate.process import CalibrationError
-from shardscope.timing.calibration.curves import COLLECTIVES, Calibration, select_rates
+from shardscope.timing.calibration.curves import COLLECTIVES, Calibration
+from shardscope.timing.calibration.files import build_record_path, find_data_folder
 from shardscope.timing.calibration.finished_runs import find_residual
-from shardscope.timing.calibration.store import build_record_path, find_data_folder, lock_file, read_record
+from shardscope.timing.calibration.selection import select_rates
+from shardscope.timing.calibration.store import lock_file, read_record
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time")]
 

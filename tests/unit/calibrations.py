@@ -8,7 +8,7 @@ from typing import Any
 import shardscope as ss
 from shardscope.machine.host import count_cores
 from shardscope.timing.calibration.curves import Calibration
-from shardscope.timing.calibration.store import get_machine_name
+from shardscope.timing.calibration.files import get_machine_name
 from shardscope.timing.collectives import compute_transfer_seconds
 from shardscope.timing.rates import LinkRate, look_up_rates
 from shardscope.timing.traffic import Transfer

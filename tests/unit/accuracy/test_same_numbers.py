@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.accuracy import same_numbers
 
-from shardscope.timing.calibration.store import FOLDER_VARIABLE
+from shardscope.timing.calibration.files import FOLDER_VARIABLE
 
 EVERY = 45
 """One in so many stored plans is computed here."""

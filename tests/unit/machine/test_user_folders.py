@@ -10,7 +10,8 @@ import pytest
 
 import shardscope as ss
 from shardscope.machine.user_folders import expand_home, find_cache_folder
-from shardscope.timing.calibration import store
+from shardscope.timing.calibration import selection, store
+from shardscope.timing.calibration.files import FOLDER_VARIABLE, NotStoredError
 from shardscope.timing.calibration.finished_runs import find_residual
 from shardscope.training.data.windows import read_shipped_tokens
 
@@ -22,15 +23,15 @@ def _no_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def raise_unknown(*_: object) -> None:
         raise KeyError("uid not found")
 
-    for name in ("HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", store.FOLDER_VARIABLE):
+    for name in ("HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", FOLDER_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", raise_unknown)
     monkeypatch.setattr(pwd, "getpwnam", raise_unknown)
     with pytest.raises(RuntimeError):
         Path.home()
-    store._find_calibration_folder.cache_clear()
+    selection._find_calibration_folder.cache_clear()
     yield
-    store._find_calibration_folder.cache_clear()
+    selection._find_calibration_folder.cache_clear()
 
 
 def test_planning_and_search_need_no_home_folder() -> None:
@@ -43,7 +44,7 @@ def test_planning_and_search_need_no_home_folder() -> None:
 
 
 def test_what_is_stored_names_the_variable() -> None:
-    with pytest.raises(store.NotStoredError, match=r"no home folder.*set HOME, or SHARDSCOPE_DATA_HOME"):
+    with pytest.raises(NotStoredError, match=r"no home folder.*set HOME, or SHARDSCOPE_DATA_HOME"):
         store.check_writable()
     with pytest.raises(FileNotFoundError, match=r"no home folder.*set HOME, or XDG_CACHE_HOME"):
         find_cache_folder()

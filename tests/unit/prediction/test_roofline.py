@@ -8,7 +8,7 @@ import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
 from shardscope.prediction.roofline import change_batch, compute_roofline
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.matmul import count_attention_flops_per_token, count_layer_products
 from shardscope.timing.stages import prepare_layers
 

@@ -16,7 +16,8 @@ from tests.unit import public_signatures
 
 import shardscope as ss
 from shardscope.runs.resume import why_not_resumable
-from shardscope.timing.calibration.store import FOLDER_VARIABLE, MachineRecord
+from shardscope.timing.calibration.files import FOLDER_VARIABLE
+from shardscope.timing.calibration.store import MachineRecord
 from shardscope.training.checkpoints.choice import find_newest_checkpoint
 
 FORMATS = Path(__file__).parents[2] / "fixtures" / "formats"

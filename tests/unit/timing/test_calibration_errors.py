@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.timing.calibration.store import NotStoredError
+from shardscope.timing.calibration.files import NotStoredError
 
 
 @pytest.fixture(autouse=True)

@@ -13,13 +13,9 @@ import shardscope as ss
 from shardscope.records.folder import RunFolder
 from shardscope.records.json_files import append_line
 from shardscope.runs.explain.measured_step import MIN_PROFILED_STEPS, predict_step, store_measured_step
+from shardscope.timing.calibration.files import build_record_path, find_data_folder
 from shardscope.timing.calibration.finished_runs import MIN_STEPS, SKIPPED_STEPS
-from shardscope.timing.calibration.store import (
-    build_record_path,
-    find_data_folder,
-    read_record,
-    store_calibration,
-)
+from shardscope.timing.calibration.store import read_record, store_calibration
 
 
 @pytest.fixture(autouse=True)

@@ -17,21 +17,23 @@ import shardscope as ss
 from shardscope.frameworks.fsdp2.timing import OVERLAP
 from shardscope.machine.host import count_cores
 from shardscope.timing.calibration import store as calibration_store
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.files import (
+    NotStoredError,
+    build_record_path,
+    find_data_folder,
+    get_machine_name,
+)
 from shardscope.timing.calibration.finished_runs import (
     MAX_RUNS,
     MeasuredStep,
     compute_median_step,
     find_residual,
 )
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.calibration.store import (
     MachineRecord,
-    NotStoredError,
-    build_record_path,
     check_writable,
     find_calibration,
-    find_data_folder,
-    get_machine_name,
     lock_file,
     read_record,
     store_calibration,

@@ -13,12 +13,8 @@ from tests.requirements import few
 from trace_events import all_reduce, load_ranks, step
 
 import shardscope as ss
-from shardscope.timing.calibration.curves import select_rates
-from shardscope.timing.calibration.store import (
-    find_traced_rates,
-    remove_traced_rates,
-    store_calibration,
-)
+from shardscope.timing.calibration.selection import select_rates
+from shardscope.timing.calibration.store import find_traced_rates, remove_traced_rates, store_calibration
 from shardscope.timing.calibration.traced import TracedCall, TracedRates, apply_traced_rates
 from shardscope.timing.rates import look_up_rates
 from shardscope.trace import Trace

@@ -105,7 +105,7 @@ class Plan(Serializable):
         cached on the plan, once per stored calibration.
         """
         from shardscope.prediction.step import predict_step
-        from shardscope.timing.calibration.curves import select_rates
+        from shardscope.timing.calibration.selection import select_rates
 
         # The rates are the cache's key, because ``ss.calibrate()`` may change them between two calls.
         rates = select_rates(self.cluster)

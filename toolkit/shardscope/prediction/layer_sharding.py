@@ -23,7 +23,7 @@ from shardscope.memory.state.layer_sharding import (
     measure_intervals,
 )
 from shardscope.memory.state.stages import count_layer_shard
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.stages import prepare_layers
 
 if TYPE_CHECKING:

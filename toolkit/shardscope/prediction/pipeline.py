@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.pipeline import NAMES, Schedule, compute_bubble_seconds, find_schedule
 from shardscope.timing.report import format_seconds
 from shardscope.timing.stages import StageSeconds, compute_stage_seconds, prepare_layers

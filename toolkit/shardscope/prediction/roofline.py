@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.layers import HALF_PEAKS, PEAKS
 from shardscope.timing.operators import OperatorCost, list_layer_operators
 from shardscope.timing.stages import prepare_layers

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.core.errors import check_choice, refuse
 from shardscope.prediction.pipeline import Pipeline, compute_pipeline
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.parallel import compute_recomputed_share
 from shardscope.timing.pipeline import Pass, Schedule, find_schedule, iterate_passes, time_passes
 from shardscope.timing.stages import PER_STEP_PARTS

@@ -23,7 +23,7 @@ from shardscope.planner.checks.case import (
 from shardscope.planner.checks.number_format import format_percent
 from shardscope.prediction.step import predict_step
 from shardscope.prediction.support import list_supported
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.report import Part, format_seconds
 
 LAUNCH_BOUND = 0.1

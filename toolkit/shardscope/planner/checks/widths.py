@@ -14,7 +14,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.planner.checks.case import Case, evaluate_variants, find_fastest, replace_plan_fields
 from shardscope.planner.checks.nearby_widths import align_width, widen_model
 from shardscope.planner.checks.number_format import format_percent
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.matmul import ALIGNED
 

@@ -33,7 +33,7 @@ from shardscope.planner.search.step_times import compute_step_times
 from shardscope.prediction.batch.memory import compute_stage_bytes
 from shardscope.prediction.batch.table import Table
 from shardscope.prediction.support import check_sequence, check_targets
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.rates import check_links
 

@@ -10,7 +10,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations.forward import find_modules
 from shardscope.prediction.batch.column import sum_columns
 from shardscope.prediction.pipeline import TIE_TOLERANCE
-from shardscope.timing.calibration.curves import select_rates
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.pipeline import compute_bubble_seconds
 from shardscope.timing.stages import (
     PER_MICRO_BATCH_PARTS,

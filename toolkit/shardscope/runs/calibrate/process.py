@@ -23,14 +23,8 @@ from shardscope.runs.calibrate.rank import Settings
 from shardscope.runs.launch.environment import build_launcher_environment
 from shardscope.runs.requirements import check_train_extra
 from shardscope.timing.calibration.curves import Calibration
-from shardscope.timing.calibration.store import (
-    build_record_path,
-    check_writable,
-    find_data_folder,
-    get_machine_name,
-    lock_file,
-    store_calibration,
-)
+from shardscope.timing.calibration.files import build_record_path, find_data_folder, get_machine_name
+from shardscope.timing.calibration.store import check_writable, lock_file, store_calibration
 
 Progress = Callable[[str, float], object]
 """Callback with a description and the completed fraction, 0 to 1."""

@@ -28,7 +28,7 @@ MIN_PROFILED_STEPS = 20
 
 def predict_step(plan: Plan) -> dict[str, object] | None:
     """Return the prediction of ``plan.step()`` at launch, for ``run.json``; None if there is none."""
-    from shardscope.timing.calibration.curves import select_rates
+    from shardscope.timing.calibration.selection import select_rates
 
     try:
         seconds = plan.step().seconds

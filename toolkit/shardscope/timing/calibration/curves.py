@@ -273,19 +273,6 @@ BUSY_LOAD = 0.5
 """Runnable processes per core above which measured curves are reported as disturbed."""
 
 
-def select_rates(cluster: Cluster) -> Rates:
-    """Return the speeds of ``cluster``: this machine's calibration if it matches, else the catalogue's.
-
-    Cheap enough to call on every step: files are read only when they change. Raises ``ValueError`` for a
-    damaged stored calibration, naming its file.
-    """
-    # Not at module level: store.py imports this module.
-    from shardscope.timing.calibration.store import load_stored_rates
-    from shardscope.timing.rates import look_up_rates
-
-    return load_stored_rates(cluster) or look_up_rates(cluster)
-
-
 def _check_time(field: str, value: object) -> None:
     # fromisoformat also accepts times without an offset, which another time zone would misread.
     try:

@@ -106,7 +106,8 @@ def find_residual(plan: Plan) -> Residual | None:
     Counted are runs of the same architecture and framework on this machine's GPUs of the same type, predicted
     from the same constants as ``plan`` would be now. Raises ``ValueError`` for a damaged stored file.
     """
-    from shardscope.timing.calibration.curves import BUSY_LOAD, select_rates
+    from shardscope.timing.calibration.curves import BUSY_LOAD
+    from shardscope.timing.calibration.selection import select_rates
     from shardscope.timing.calibration.store import read_stored_record
 
     record = read_stored_record(plan.cluster.gpu.name)

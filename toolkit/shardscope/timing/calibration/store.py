@@ -1,16 +1,12 @@
 """Storage of calibrations and of finished runs' measured steps: one file per machine and GPU type.
 
-The folder is ``$SHARDSCOPE_DATA_HOME``, or else ``shardscope`` in the user's data folder by the XDG Base
-Directory Specification 0.8 (``$XDG_DATA_HOME``, ``~/.local/share``). Files have mode 0600 and are replaced
-atomically.
+Files (``files.py``) have mode 0600 and are replaced atomically.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,16 +16,22 @@ from typing import TYPE_CHECKING, Self
 from shardscope.core.errors import Value, refuse
 from shardscope.core.serialization import Serializable
 from shardscope.machine.host import count_cores
-from shardscope.machine.user_folders import expand_home, find_home_folder
 from shardscope.timing.calibration.curves import Calibration
+from shardscope.timing.calibration.files import (
+    FOLDER_VARIABLE,
+    NotStoredError,
+    build_record_path,
+    find_data_folder,
+    get_machine_name,
+    make_name_safe,
+    read_stamp,
+)
 from shardscope.timing.calibration.finished_runs import MAX_RUNS, MeasuredStep
-from shardscope.timing.calibration.traced import TracedRates, apply_traced_rates
+from shardscope.timing.calibration.traced import TracedRates
 
 if TYPE_CHECKING:
     from shardscope.core.cluster import Cluster
-    from shardscope.timing.rates import Rates
 
-FOLDER_VARIABLE = "SHARDSCOPE_DATA_HOME"
 PROBE_BYTES = 2**18
 """More than the record of a machine usually has."""
 _CLOSE_ON_EXEC = getattr(os, "O_CLOEXEC", 0)  # Windows has no such flag.
@@ -37,10 +39,6 @@ MAX_FILE_BYTES = 32 * 2**20
 """Maximum file size: more than is ever written."""
 MAX_CALIBRATIONS = 16
 """Maximum per machine and GPU type: one for each number of ranks."""
-
-
-class NotStoredError(OSError):
-    """Failure to write a calibration or a measured step; the message names the folder and a fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,58 +91,6 @@ class MachineRecord(Serializable):
         return replace(self, steps=newest)
 
 
-def find_data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return ``folder``, or the user's default data folder.
-
-    Raises ``ValueError`` for an invalid path, and :class:`NotStoredError` for a user without a home folder.
-    """
-    if folder is not None:
-        text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
-        if not isinstance(text, str) or not text or "\0" in text:
-            refuse("calibrate.folder", folder, "a folder's path, or None", Value(None))
-        return expand_home(text).absolute()
-    if named := os.environ.get(FOLDER_VARIABLE):
-        return expand_home(named).absolute()
-    base = os.environ.get("XDG_DATA_HOME", "")
-    # The specification: a relative path is invalid, and ignored.
-    if Path(base).is_absolute():
-        return Path(base) / "shardscope"
-    try:
-        return find_home_folder(FOLDER_VARIABLE) / ".local" / "share" / "shardscope"
-    except FileNotFoundError as error:
-        raise NotStoredError(str(error)) from None
-
-
-def build_record_path(gpu: str, folder: Path, machine: str | None = None) -> Path:
-    """Return the file of ``machine`` (this one by default) and ``gpu``."""
-    return folder / "calibration" / _build_file_name(machine or get_machine_name(), gpu)
-
-
-@lru_cache(maxsize=1)
-def get_machine_name() -> str:
-    """Return this host's name as used in files and reports."""
-    return _make_name_safe(socket.gethostname()) or "unnamed"
-
-
-def load_stored_rates(cluster: Cluster) -> Rates | None:
-    """Return the rates of the stored calibration that matches ``cluster``, or None.
-
-    Takes microseconds if no file has changed. Raises as :func:`read_record` does.
-    """
-    # Called for every predicted step: two stat() calls decide whether the cached rates still hold.
-    folder = _find_calibration_folder(os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_DATA_HOME"))
-    folder_stamp = _read_stamp(folder)
-    if folder_stamp is None:
-        return None
-    gpu = cluster.gpu.name
-    file_stamp = _read_stamp(f"{folder}/{_build_file_name(get_machine_name(), gpu)}")
-    # Calibrations of other hosts in the same folder count only if this one has none.
-    others_stamp = None if file_stamp or gpu == "cpu" else folder_stamp
-    if file_stamp is None and others_stamp is None:
-        return None
-    return _compute_rates(cluster, folder, file_stamp, others_stamp, count_cores() if gpu == "cpu" else None)
-
-
 def find_calibration(cluster: Cluster, folder: str | os.PathLike[str] | None = None) -> Calibration | None:
     """Return the stored calibration that matches ``cluster``: of this host, or of another one in the folder.
 
@@ -188,7 +134,7 @@ def read_record(path: Path) -> MachineRecord | None:
 
     Raises ``ValueError`` naming the file and the problem.
     """
-    stamp = _read_stamp(str(path))
+    stamp = read_stamp(str(path))
     return None if stamp is None else _parse_record(path, *stamp)
 
 
@@ -312,40 +258,6 @@ def _parse_record(path: Path, _modified: int, size: int, _inode: int) -> Machine
         raise ValueError(f"{path} is no stored calibration ({error}); {wrong}.") from error
 
 
-@lru_cache(maxsize=64)
-def _compute_rates(cluster: Cluster, folder: str, *_stamps: object) -> Rates | None:
-    # The stamps are part of the cache key: a changed file is read again.
-    from shardscope.timing.rates import look_up_rates
-
-    calibration = find_calibration(cluster, Path(folder).parent)
-    rates = None if calibration is None else calibration.rates(cluster)
-    traced = find_traced_rates(cluster, Path(folder).parent)
-    return rates if traced is None else apply_traced_rates(rates or look_up_rates(cluster), traced)
-
-
-@lru_cache(maxsize=8)
-def _find_calibration_folder(_named: str | None, _base: str | None) -> str:
-    # The arguments are the cache's key: the environment may change within a session.
-    try:
-        return str(find_data_folder() / "calibration")
-    except NotStoredError:
-        return ""  # Of which there is no file; predictions need none.
-
-
-@lru_cache(maxsize=64)
-def _build_file_name(machine: str, gpu: str) -> str:
-    return f"{_make_name_safe(machine)}--{_make_name_safe(gpu)}.json"
-
-
-def _read_stamp(path: str) -> tuple[int, int, int] | None:
-    """Return modification time, size and inode of a file or folder, to detect changes."""
-    try:
-        status = os.stat(path)  # noqa: PTH116 - creating a Path takes longer than the call
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
-
-
 def _read_calibrations_of_other_hosts(gpu: str, folder: Path) -> tuple[Calibration, ...]:
     """Return the most recently measured host's calibrations in a folder shared by several hosts."""
     place = folder / "calibration"
@@ -356,7 +268,7 @@ def _read_calibrations_of_other_hosts(gpu: str, folder: Path) -> tuple[Calibrati
     records = [
         read_record(path)
         for path in _list_records(place, modified)
-        if path.name.endswith(f"--{_make_name_safe(gpu)}.json")
+        if path.name.endswith(f"--{make_name_safe(gpu)}.json")
     ]
     measured = [record.calibrations for record in records if record is not None and record.calibrations]
     return max(measured, key=lambda calibrations: calibrations[-1].measured_at, default=())
@@ -387,9 +299,3 @@ def _raise_not_stored(folder: Path) -> Iterator[None]:
             f"measurements cannot be kept in {folder}: {error.strerror or error}. Name a folder that can be "
             f"written in the environment variable {FOLDER_VARIABLE}, or in ss.calibrate(folder=...)",
         ) from error
-
-
-def _make_name_safe(name: str) -> str:
-    """Return ``name`` with only characters that are safe in a file name."""
-    # A file name of two such names stays below the usual limit of 255 bytes.
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100]

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from statistics import median
 from typing import TYPE_CHECKING
 
-from shardscope.timing.calibration.curves import COLLECTIVES, Collective, select_rates
+from shardscope.timing.calibration.curves import COLLECTIVES, Collective
+from shardscope.timing.calibration.selection import select_rates
 from shardscope.timing.calibration.store import find_traced_rates
 from shardscope.timing.calibration.traced import MAX_CALLS, MAX_FACTOR, TracedCall, TracedRates
 from shardscope.timing.collectives import crosses_nodes
