@@ -150,7 +150,7 @@ ROWS_OF_TRACES = {
 
 def list_public_names(topic: Topic) -> list[str]:
     """Return the public names of ``shardscope`` on the page of ``topic``."""
-    modules = ss._modules | {"runs": "runs.run"}
+    modules = ss._modules | {"runs": "runs"}
     return [name for name in ss.__all__ if modules[name].partition(".")[0] in topic.packages]
 
 

@@ -24,12 +24,12 @@ from tests.faults import includes_slow_tests
 from tests.requirements import few, thorough
 
 from shardscope.records import json_files as records
-from shardscope.runs import run_status
+from shardscope.runs import run_status, runs
 from shardscope.runs.backends import this_machine
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.launch import lease
 from shardscope.runs.launch.launch import launch
-from shardscope.runs.run import Run, runs
+from shardscope.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 # Not lazy: the package ``shardscope.runs`` would otherwise hide the function of the same name as soon as
 # anything imports it.
 from shardscope.core.version import __version__ as __version__
-from shardscope.runs.run import runs
+from shardscope.runs import runs
 
 if TYPE_CHECKING:
     from shardscope.catalog import gpus, models

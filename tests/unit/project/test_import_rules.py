@@ -167,6 +167,13 @@ def test_fault_21_import_and_planning_load_no_heavy_library(code: str) -> None:
     assert not HEAVY & set(loaded)
 
 
+def test_import_alone_loads_nothing_but_the_package() -> None:
+    loaded = run_python(
+        "import json, sys, shardscope\nprint(json.dumps(sorted(n for n in sys.modules if 'shardscope' in n)))"
+    )
+    assert loaded == ["shardscope", "shardscope.core", "shardscope.core.version", "shardscope.runs"]
+
+
 def test_widgets_do_not_import_torch() -> None:
     loaded = run_python(
         "import json, sys\nfrom shardscope_widgets import Studio\nStudio()\n"

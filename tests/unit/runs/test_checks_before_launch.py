@@ -15,9 +15,10 @@ from tests.weights_folders import write_folder
 
 from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
 from shardscope.core.errors import FieldError
+from shardscope.runs import runs
 from shardscope.runs.launch.launch import launch
 from shardscope.runs.launch.launch_checks import MAX_NAME_BYTES, check_name, check_request
-from shardscope.runs.run import Run, runs
+from shardscope.runs.run import Run
 from shardscope.runs.task_source import uses_engine
 from shardscope.training.tasks.resumed_checkpoint import check_loads
 

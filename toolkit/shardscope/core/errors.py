@@ -235,6 +235,9 @@ def check_integer(field: str, value: object, *, low: int, high: int, default: ob
 
     ``default`` is the fix for what has no number ("ten"); None: ``low``.
     """
+    # Most values are valid: what an error says is built for others only.
+    if type(value) is int and low <= value <= high:
+        return value
     allowed = f"a whole number from {low:,} to {high:,}"
     # bool is a subclass of int. ``__index__`` accepts numpy's integers and rejects every float.
     if isinstance(value, bool | str | bytes) or value is None:
@@ -253,6 +256,9 @@ def check_number(field: str, value: object, *, low: float, high: float, default:
 
     ``default`` is the fix for what has no number ("fast"); None: ``low``.
     """
+    # A NaN is not in the range.
+    if type(value) is float and low <= value <= high:
+        return value
     allowed = f"a number from {low:g} to {high:g}"
     # bool is a subclass of int: True would count as 1.0.
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -16,7 +16,6 @@ from shardscope.records.folder import (
     EXPORT,
     FINAL,
     RunFolder,
-    checked_path,
 )
 from shardscope.records.folder_checks import (
     read_description,
@@ -46,7 +45,6 @@ from shardscope.runs.watch.logged_memory import LoggedMemory, LoggedPeak
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan
-    from shardscope.runs.explain.compare import Runs
     from shardscope.runs.explain.measured import MeasuredMemory
     from shardscope.runs.explain.predicted_metrics import PredictedMetrics
     from shardscope.runs.trained.chat import Chat
@@ -533,20 +531,3 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.name!r}, {self.status}, {str(self.folder)!r})"
-
-
-def runs(folder: str | os.PathLike[str] | None = None) -> Runs:
-    """Return all runs in ``folder`` (default ``./runs``), oldest first: a list with a table as its display.
-
-    Damaged folders are rows of that table, with their summaries in ``.damaged``. Raises ``OSError`` if
-    ``folder`` cannot be read.
-    """
-    from shardscope.runs.explain.compare import Runs
-    from shardscope.runs.summaries import describe_missing_folder, list_runs
-
-    parent = checked_path("runs folder", "runs" if folder is None else folder)
-    summaries = list_runs(parent)
-    damaged = [summary for summary in summaries if summary.run is None]
-    listed = Runs([summary.run for summary in summaries if summary.run is not None], damaged)
-    listed.missing = describe_missing_folder(parent)
-    return listed

@@ -26,6 +26,7 @@ from shardscope.records.folder import FINAL, RunFolder, checked_path
 from shardscope.records.json_files import encode
 from shardscope.records.json_values import parse_object
 from shardscope.records.metrics_table import compute_curve
+from shardscope.runs import runs
 from shardscope.runs.backends.this_machine import max_cpu_ranks
 from shardscope.runs.explain.compare import Runs
 from shardscope.runs.launch.free_memory import TooLittleFreeError
@@ -33,7 +34,7 @@ from shardscope.runs.launch.launch import check_launch, start_run
 from shardscope.runs.launch.launch_checks import MAX_NAME_LENGTH, check_name, check_plan
 from shardscope.runs.launch.packing import pack
 from shardscope.runs.launch.run_description import trains_the_plan
-from shardscope.runs.run import Run, runs
+from shardscope.runs.run import Run
 from shardscope.runs.stop_request import was_stopped_by_sweep
 from shardscope.runs.summaries import summarize
 from shardscope.runs.sweep_grid import (

@@ -14,11 +14,11 @@ from shardscope.machine.host import count_cores
 from shardscope.machine.processes import identify_machine, read_start_time
 from shardscope.records.folder import TEMPORARY, RunFolder, Status
 from shardscope.records.json_files import write_json
+from shardscope.runs import runs
 from shardscope.runs.launch.environment import add_toolkit_to_path
 from shardscope.runs.launch.free_memory import check_free_host, check_free_memory, describe_runs_on_gpus
 from shardscope.runs.launch.lease import hold_lease, start_leased_process, stop_supervisor
 from shardscope.runs.launch.run_description import trains_the_plan
-from shardscope.runs.run import runs
 
 if TYPE_CHECKING:
     from shardscope.core.plan import Plan

@@ -12,7 +12,8 @@ from shardscope.core.number_format import format_gib
 from shardscope.machine.detection import read_gpu_states
 from shardscope.records.folder import FINAL, RunFolder
 from shardscope.records.json_files import read_json
-from shardscope.runs.run import Run, runs
+from shardscope.runs import runs
+from shardscope.runs.run import Run
 from shardscope.runs.watch.host_monitor import read_free_host_memory
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from functools import lru_cache
 from pathlib import Path
 
@@ -52,6 +51,8 @@ def build_record_path(gpu: str, folder: Path, machine: str | None = None) -> Pat
 @lru_cache(maxsize=1)
 def get_machine_name() -> str:
     """Return this host's name as used in files and reports."""
+    import socket  # not needed by predictions without a stored calibration
+
     return make_name_safe(socket.gethostname()) or "unnamed"
 
 
