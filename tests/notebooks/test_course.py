@@ -162,3 +162,18 @@ def test_a_cell_run_too_early_names_the_cell_to_run_without_a_traceback(tmp_path
     shown = "\n".join(output.traceback)
     assert 'run the cell that begins with "# Cell 1", which makes plan' in shown and '"# Cell 3"' in shown
     assert "Traceback" not in shown and "line" not in shown
+
+
+@pytest.mark.parametrize("micro_batch_size", (1, 2, 4, 8))
+def test_the_peak_does_not_grow_with_the_global_batch_for_any_micro_batch(
+    micro_batch_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Notebook 02 invites to change the micro-batch in cell 1; cell 5 prints what its text says."""
+    notebook = read_notebook(ROOT / "notebooks" / "02_batch_sequence_recomputation.ipynb")
+    cells = {cell.source.partition("\n")[0]: cell.source for cell in notebook.cells}
+    values: dict[str, object] = {}
+    first = cells["# Cell 1"].replace("micro_batch_size=4", f"micro_batch_size={micro_batch_size}")
+    exec(first.replace("MemoryView(plan)", ""), values)
+    exec("\n".join(line for line in cells["# Cell 5"].splitlines() if "teach" not in line), values)
+    peaks = re.findall(r"peak ([\d.]+) of", capsys.readouterr().out)
+    assert len(peaks) == 2 and peaks[0] == peaks[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -81,6 +82,14 @@ def test_schedule_has_the_seconds_of_the_step(name: str) -> None:
     assert schedule.seconds == pytest.approx(report.seconds, rel=1e-9)
     sent = sum(one.seconds for one in schedule.get_stage(schedule.slowest_stage) if one.kind == "send")
     assert sent == pytest.approx(report.parts["pipeline_transfers"], rel=1e-9)
+
+
+def test_chunks_in_flight_of_a_long_step_are_counted_at_once() -> None:
+    plan = build_plan(ss.Layout.megatron(pp=4, vpp=8), batch=1024)
+    schedule = compute_schedule(plan)
+    started = time.process_time()
+    assert schedule.most_in_flight == tuple(count_in_flight(plan, stage)[1] for stage in range(4))
+    assert time.process_time() - started < 3, "each count read all blocks of the stage"
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -108,13 +108,20 @@ class PipelineSchedule:
 
     def count_in_flight(self, stage: int, seconds: float) -> int:
         """Return the chunks whose forward has begun and whose backward has not ended."""
-        now, in_flight = seconds + _TOLERANCE * self.seconds, 0
-        for block in self.get_stage(stage):
-            if block.kind == "forward" and block.start <= now:
-                in_flight += 1
-            elif block.kind == "backward" and block.end <= now:
-                in_flight -= 1
-        return in_flight
+        now = seconds + _TOLERANCE * self.seconds
+        return bisect_right(self._forward_starts[stage], now) - bisect_right(self._backward_ends[stage], now)
+
+    # A stage runs one pass at a time, so that both are ascending.
+
+    @cached_property
+    def _forward_starts(self) -> tuple[list[float], ...]:
+        return tuple(
+            [block.start for block in blocks if block.kind == "forward"] for blocks in self._by_stage
+        )
+
+    @cached_property
+    def _backward_ends(self) -> tuple[list[float], ...]:
+        return tuple([block.end for block in blocks if block.kind == "backward"] for blocks in self._by_stage)
 
     @cached_property
     def most_in_flight(self) -> tuple[int, ...]:

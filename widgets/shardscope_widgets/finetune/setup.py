@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from shardscope.core.number_format import format_gib
 from shardscope.core.recipe import Method
 from shardscope.core.serialization import replace_fields
 from shardscope.frameworks.registry import why_not_trained
+from shardscope.machine.user_folders import expand_home
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.memory_needs import fits
 from shardscope.training.examples.preview import Preview
@@ -62,8 +64,9 @@ def find_weights(text: str) -> Path | None:
 
     None for a model that would have to be downloaded first.
     """
-    path = Path(text).expanduser()
-    if path.exists() or not (text in EXAMPLES or is_hub_name(text)):
+    path = expand_home(text)
+    is_path = os.path.exists(path)  # noqa: PTH110 - raises nothing for a long text
+    if is_path or not (text in EXAMPLES or is_hub_name(text)):
         return path
     return find_example(text) if text in EXAMPLES else find_in_cache(text)
 

@@ -19,6 +19,7 @@ import traitlets
 import shardscope as ss
 from shardscope.core.errors import FieldError
 from shardscope.core.serialization import replace_fields
+from shardscope.machine.user_folders import expand_home
 from shardscope.planner.checks.usual_rates import limit_rate
 from shardscope.training.tasks.recommended_rate import recommend_rate
 from shardscope.training.tasks.text_task import resolve_text
@@ -285,7 +286,7 @@ class TaskPicker(Picker):
         text = self.text.value.strip()
         fields = self.options.read_fields()
         if text:
-            fields["text"] = Path(text).expanduser()
+            fields["text"] = expand_home(text)
         # A trial trains a tiny model with random weights, because the folder's weights do not match it.
         if self.mode == "finetune" and not as_trial:
             if "text" in fields:

@@ -364,6 +364,9 @@ def test_errors_stand_at_their_input_and_nothing_can_be_launched(files: Path) ->
     view = show()
     for row, box, wrong, words in (
         ("weights", view.form.inputs.weights, "nowhere", "there is no such folder"),
+        ("weights", view.form.inputs.weights, "longer than a file's name may be " * 9, "no such folder"),
+        ("weights", view.form.inputs.weights, "~nobody-of-that-name/model", "there is no such folder"),
+        ("data", view.form.inputs.data, "longer than a file's name may be " * 9, "no such file"),
         ("data", view.form.inputs.data, "row.jsonl", "there is no such file"),
         ("learning_rate", view.form.settings.boxes["learning_rate"], "fast", "a number from"),
         ("lora_rank", view.form.settings.boxes["lora_rank"], "-3", "a whole number from"),

@@ -177,8 +177,14 @@ def test_a_file_of_examples_is_no_text_to_train_on(folder: Path) -> None:
 def test_a_missing_data_file_is_rejected_at_the_input(folder: Path) -> None:
     studio: Any = Studio()
     studio.architecture.name.value = str(folder)
-    studio.task.text.value = str(folder.parent / "absent.jsonl")
-    assert "an existing text file" in studio.task.rows["data"].message and studio.launch.button.disabled
+    for text in (
+        str(folder.parent / "absent.jsonl"),
+        "Call me Ishmael. " * 20,
+        "~nobody-of-that-name/book.txt",
+    ):
+        studio.task.text.value = text
+        assert "an existing text file" in studio.task.rows["data"].message and studio.launch.button.disabled
+        studio.task.text.value = ""
 
 
 def test_own_code_runs_as_a_script_or_a_function(picker: TaskPicker, tmp_path: Path) -> None:
