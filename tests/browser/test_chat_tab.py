@@ -13,6 +13,7 @@ from tests.requirements import thorough
 NOTEBOOK = "chat.ipynb"
 SOURCE = """import time
 from pathlib import Path
+import shardscope as ss
 from shardscope_widgets import ChatView
 
 class FakeChat:
@@ -27,6 +28,7 @@ class FakeChat:
     def close(self): pass
 
 class FakeRun:
+    __class__ = ss.Run  # for isinstance
     name, model, folder, status = "lora-on-questions", Path("."), Path("."), "finished"
     recorded_base = {"weights": "/models/smollm2-135m-instruct"}
     def chat(self, base=False):

@@ -42,6 +42,8 @@ class FakeFollow:
 class FakeRun:
     """A run without processes, with the interface that views use; its logs are real files."""
 
+    # For isinstance, as a mock with a spec: views refuse what is not a run.
+    __class__ = ss.Run  # type: ignore[assignment]
     name, reason, error, note = "fake", "because", None, ""
     world_size = 2
     trains_the_plan = False

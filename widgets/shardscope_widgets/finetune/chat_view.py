@@ -39,7 +39,10 @@ class ChatView(View):
     ``with_merge`` adds the button that merges adapters into their base.
     """
 
+    columns: tuple[ChatColumn, ...] = ()
+
     def __init__(self, run: ss.Run, *, with_merge: bool = True) -> None:
+        self.check_shown(run, ss.Run)
         self.run = run
         base = (run.recorded_base or {}).get("weights")
         base_name = Path(base).name if isinstance(base, str) else ""

@@ -8,16 +8,31 @@ from pathlib import Path
 
 import ipywidgets as widgets
 
+from shardscope.core.errors import add_article, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.saved.saved_output import SavedOutput
 from shardscope_widgets.kit.saved.saved_page import write_page
 from shardscope_widgets.kit.saved.static_picture import draw_picture
+
+_EXAMPLES = {
+    "Plan": "ss.Plan(arch, cluster, recipe, layout)",
+    "Run": 'ss.Run.attach("runs/name")',
+    "Ranking": "ss.search(arch, cluster, recipe)",
+    "Advice": "ss.recommend(arch, cluster, recipe)",
+}
+"""Expressions that create what views show, by class."""
 
 
 class View(widgets.VBox):
     """A view that can be displayed in a notebook and closed at any time."""
 
     _saved: SavedOutput[View] | None = None
+
+    def check_shown(self, value: object, kind: type) -> None:
+        """Raise ``ValueError``, with an expression that creates a ``kind``, if ``value`` is none."""
+        if not isinstance(value, kind):
+            field = f"{type(self).__name__} {kind.__name__.lower()}"
+            refuse(field, value, add_article(kind.__name__), _EXAMPLES[kind.__name__])
 
     def close(self) -> None:
         """Close this view and all its child widgets, which ipywidgets would keep until the kernel ends."""
