@@ -42,7 +42,7 @@ class ChatView(View):
     columns: tuple[ChatColumn, ...] = ()
 
     def __init__(self, run: ss.Run, *, with_merge: bool = True) -> None:
-        self.check_shown(run, ss.Run)
+        self._check_shown(run, ss.Run)
         self.run = run
         base = (run.recorded_base or {}).get("weights")
         base_name = Path(base).name if isinstance(base, str) else ""

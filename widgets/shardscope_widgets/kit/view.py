@@ -28,7 +28,7 @@ class View(widgets.VBox):
 
     _saved: SavedOutput[View] | None = None
 
-    def check_shown(self, value: object, kind: type) -> None:
+    def _check_shown(self, value: object, kind: type) -> None:
         """Raise ``ValueError``, with an expression that creates a ``kind``, if ``value`` is none."""
         if not isinstance(value, kind):
             field = f"{type(self).__name__} {kind.__name__.lower()}"

@@ -97,7 +97,7 @@ class MemoryView(View):
 
     def show(self, plan: ss.Plan, report: MemoryReport | None = None) -> None:
         """Draw a plan's memory; ``report`` is its prediction, if already computed."""
-        self.check_shown(plan, ss.Plan)
+        self._check_shown(plan, ss.Plan)
         self._show(plan, report or plan.memory(), None)
 
     def _show(self, plan: ss.Plan, report: MemoryReport, before_changes: ss.Plan | None) -> None:

@@ -92,7 +92,7 @@ class AdviceView(View):
 
     def show(self, advice: Advice) -> None:
         """Draw ``advice``."""
-        self.check_shown(advice, Advice)
+        self._check_shown(advice, Advice)
         self.advice = advice
         self._draw_advice()
 

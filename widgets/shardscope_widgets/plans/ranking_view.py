@@ -108,7 +108,7 @@ class RankingView(View):
         """Draw a ranking, best plans first."""
         from shardscope.planner.search.ranking import Ranking  # late, since a Studio opens without it
 
-        self.check_shown(ranking, Ranking)
+        self._check_shown(ranking, Ranking)
         with self._lock:
             self.ranking = ranking
             # From its first page: the new ranking may have fewer.

@@ -177,7 +177,7 @@ class RunView(View):
 
     def show(self, run: ss.Run) -> None:
         """Switch the view to ``run``."""
-        self.check_shown(run, ss.Run)
+        self._check_shown(run, ss.Run)
         with self._lock:
             self.run = run
             self._left.set()

@@ -71,7 +71,7 @@ class GuidedView(TeachingView):
 
     def show(self, plan: ss.Plan) -> None:
         """Start with another plan."""
-        self.check_shown(plan, ss.Plan)
+        self._check_shown(plan, ss.Plan)
         self.plan = plan
         self.heading.value = write_heading(plan, [])
         try:

@@ -59,7 +59,7 @@ class RooflineView(SteppedView):
 
     def show(self, plan: ss.Plan) -> None:
         """Draw another plan, at its own micro-batch and sequence length."""
-        self.check_shown(plan, ss.Plan)
+        self._check_shown(plan, ss.Plan)
         self.plan = plan
         lengths = [
             length for length in sorted({*SEQUENCES, plan.recipe.seq_len}) if _has_length(plan, length)

@@ -49,7 +49,7 @@ class ScheduleView(SteppedView):
 
         Raises ``ValueError`` for a schedule that the plan's stages cannot run.
         """
-        self.check_shown(plan, ss.Plan)
+        self._check_shown(plan, ss.Plan)
         if schedule is not None:
             compute_schedule(plan, schedule)
         self.plan = plan

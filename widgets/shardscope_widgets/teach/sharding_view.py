@@ -49,7 +49,7 @@ class ShardingView(SteppedView):
 
     def show(self, plan: ss.Plan, *, layer: int | None = None) -> None:
         """Draw another plan. Raises ``ValueError`` for a layer that the model lacks."""
-        self.check_shown(plan, ss.Plan)
+        self._check_shown(plan, ss.Plan)
         chosen = choose_layer(plan, layer)
         self.plan = plan
         self._offer(

@@ -132,7 +132,7 @@ class StepView(View):
 
     def show(self, plan: ss.Plan, report: StepReport | None = None) -> None:
         """Draw a plan's step, or why it cannot be predicted. ``report`` is its prediction, if known."""
-        self.check_shown(plan, ss.Plan)
+        self._check_shown(plan, ss.Plan)
         with self._lock:
             self.calibrate.show_for_plan(plan)
             self._pins.set_plan(plan)
