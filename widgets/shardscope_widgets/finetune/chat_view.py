@@ -39,8 +39,6 @@ class ChatView(View):
     ``with_merge`` adds the button that merges adapters into their base.
     """
 
-    columns: tuple[ChatColumn, ...] = ()
-
     def __init__(self, run: ss.Run, *, with_merge: bool = True) -> None:
         self._check_shown(run, ss.Run)
         self.run = run
@@ -97,6 +95,8 @@ class ChatView(View):
 
     def close(self) -> None:
         """Close the view and end the processes of both models."""
+        if self.comm is None:  # never opened, or closed already
+            return
         for column in self.columns:
             column.end()
         super().close()
