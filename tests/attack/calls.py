@@ -19,9 +19,10 @@ import torch
 from tests.attack.mutations import TAG
 
 import shardscope as ss
+from shardscope.runs import runs
 from shardscope.runs.explain.compare import Runs
 from shardscope.runs.resume import why_not_resumable
-from shardscope.runs.run import Run, runs
+from shardscope.runs.run import Run
 from shardscope.runs.summaries import RunSummaries
 from shardscope.runs.trained.loading import add_trained_adapters, load_weights
 from shardscope.runs.trained.merge_process import merge_adapters

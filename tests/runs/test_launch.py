@@ -25,9 +25,10 @@ from shardscope import Architecture, Plan
 from shardscope.core.errors import FieldError, refuse
 from shardscope.machine.host import count_cores
 from shardscope.records.json_files import read_lines
+from shardscope.runs import runs
 from shardscope.runs.launch import launch as launch_module
 from shardscope.runs.launch.launch import launch
-from shardscope.runs.run import Run, runs
+from shardscope.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 

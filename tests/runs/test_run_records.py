@@ -25,10 +25,11 @@ from shardscope.records.json_files import (
     read_tail_text,
     write_json,
 )
+from shardscope.runs import runs
 from shardscope.runs.launch.supervision.run_end import read_markers
 from shardscope.runs.launch.supervision.supervisor_process import ReceivedSignals
 from shardscope.runs.launch.supervisor import Supervisor
-from shardscope.runs.run import Run, runs
+from shardscope.runs.run import Run
 from shardscope.runs.summaries import RunSummaries
 
 
